@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZenFlow: a torch optimizer that offloads most of AdamW to the CPU without stalling the GPU.
+
+`zenflow.ZenFlowOptimizer` takes the place of `torch.optim.AdamW`; `zenflow.config()` says what was built and found.
+torch is imported at the optimizer's first use, so that `python -m zenflow` can report that it is missing.
+"""
+
+from zenflow._C import __version__
+from zenflow.config import Config, config
+
+__all__ = ["Config", "ZenFlowOptimizer", "__version__", "config"]
+
+
+def __getattr__(name):
+    if name == "ZenFlowOptimizer":
+        from zenflow.optimizer import ZenFlowOptimizer
+
+        return ZenFlowOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
