@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands zenflow._C to CMake. Settings: CMAKE_ARGS (as for cmake), CMAKE_BUILD_PARALLEL_LEVEL (else the cores we may use)."""
+"""Hands zenflow._C to CMake. Settings: CMAKE_ARGS; CMAKE_BUILD_PARALLEL_LEVEL, else the cores we may use."""
 
 import os
 import shlex
@@ -22,10 +22,10 @@ class CMakeBuild(build_ext):
         cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
         if cmake is None:
             raise SystemExit("zenflow needs cmake 3.24 or newer to build; install it with: pip install cmake")
-        # pip builds in place: a build directory outlives the environment whose ninja it names, so both are passed each time.
+        # The build directory outlives pip's isolated environments: what lies in them is named anew each time.
         build = Path(self.build_temp).resolve() / ("ninja" if ninja else "make")
-        configure = [cmake, "-S", here, "-B", build, f"-DPython_EXECUTABLE={sys.executable}"]
-        configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}"]
+        configure = [cmake, "-S", here, "-B", build, f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}"]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
         configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

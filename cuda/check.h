@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// ZENFLOW_CUDA_CHECK(call): every CUDA runtime call goes through it. Throws std::runtime_error with the call, its place, and CUDA's name
-// and text for the error. The error is taken off CUDA's per-thread record, so that it does not surface again in another library's check.
+// ZENFLOW_CUDA_CHECK(call): every CUDA runtime call goes through it. Throws std::runtime_error with the call,
+// its place, and CUDA's name and text for the error. The error is taken off CUDA's per-thread record, so that
+// it does not surface again in another library's check.
 #pragma once
 
 #include <cuda_runtime.h>

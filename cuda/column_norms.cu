@@ -11,7 +11,8 @@
 namespace zenflow {
 namespace {
 
-constexpr int64_t kBlockRows = 128;  // part of the result's definition, like the order of the two sums: not a tuning knob
+constexpr int64_t kBlockRows =
+    128;  // part of the result's definition, like the order of the two sums: not a tuning knob
 constexpr int kThreads = 256;
 constexpr int64_t kMaxGridY = 65535;
 
@@ -27,9 +28,12 @@ __device__ float load(const void* data, int64_t i) {
   }
 }
 
-int64_t block_count(int64_t rows) { return rows / kBlockRows + (rows % kBlockRows != 0); }
+int64_t block_count(int64_t rows) {
+  return rows / kBlockRows + (rows % kBlockRows != 0);
+}
 
-// sums[b, j] = fma chain over the rows of block b, in row order. One thread a column, so a warp reads consecutive elements of a row.
+// sums[b, j] = fma chain over the rows of block b, in row order. One thread a column, so a warp reads
+// consecutive elements of a row.
 template <DType D>
 __global__ void sum_blocks(const void* data, int64_t rows, int64_t columns, int64_t row_stride, float* sums) {
   const int64_t j = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -67,18 +71,21 @@ auto sum_blocks_of(DType dtype) {
 
 }  // namespace
 
-int64_t column_norms_scratch(int64_t rows, int64_t columns) { return block_count(rows) * columns; }
+int64_t column_norms_scratch(int64_t rows, int64_t columns) {
+  return block_count(rows) * columns;
+}
 
 void column_norms(const DeviceMatrix& gradient, float* scratch, float* norms, Stream stream) {
   if (gradient.columns == 0) return;
 
   const int64_t blocks = block_count(gradient.rows);
-  const auto grid_x = static_cast<unsigned>((gradient.columns + kThreads - 1) / kThreads);
+  const auto across = static_cast<unsigned>((gradient.columns + kThreads - 1) / kThreads);
+  const auto down = static_cast<unsigned>(std::min(blocks, kMaxGridY));
   if (blocks > 0) {
-    launch(sum_blocks_of(gradient.dtype), dim3(grid_x, static_cast<unsigned>(std::min(blocks, kMaxGridY))), dim3(kThreads),
-           stream, gradient.data, gradient.rows, gradient.columns, gradient.row_stride, scratch);
+    launch(sum_blocks_of(gradient.dtype), Grid(dim3(across, down), kThreads), stream, gradient.data,
+           gradient.rows, gradient.columns, gradient.row_stride, scratch);
   }
-  launch(add_blocks, dim3(grid_x), dim3(kThreads), stream, scratch, blocks, gradient.columns, norms);
+  launch(add_blocks, Grid(across, kThreads), stream, scratch, blocks, gradient.columns, norms);
 }
 
 }  // namespace zenflow

@@ -5,6 +5,8 @@
 
 namespace zenflow {
 
-void Stream::synchronize() const { ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(handle_)); }
+void Stream::synchronize() const {
+  ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(handle_));
+}
 
 }  // namespace zenflow

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stream: a CUDA stream that somebody else owns, as a value. It cannot be made from a literal 0 or nullptr, so that the default stream is
-// never picked by accident; torch's default stream, whose handle is 0 at run time, comes in through from_handle. Needs no CUDA header.
+// Stream: a CUDA stream that somebody else owns, as a value. It cannot be made from a literal 0 or nullptr,
+// so that the default stream is never picked by accident; torch's default stream, whose handle is 0 at run
+// time, comes in through from_handle. Needs no CUDA header.
 #pragma once
 
 #include <cstddef>

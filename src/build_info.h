@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this binary was built from and with: constants for zenflow.config(). Says nothing about the machine it runs on.
+// What this binary was built from and with: constants for zenflow.config(). Says nothing about the machine it
+// runs on.
 #pragma once
 
 #include <string>

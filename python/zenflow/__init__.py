@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZenFlow: a torch optimizer that offloads most of AdamW to the CPU without stalling the GPU.
 
-`zenflow.ZenFlowOptimizer` takes the place of `torch.optim.AdamW`; `zenflow.config()` says what was built and found.
-torch is imported at the optimizer's first use, so that `python -m zenflow` can report that it is missing.
+`zenflow.ZenFlowOptimizer` takes the place of `torch.optim.AdamW`; `zenflow.config()` says what was built and
+found. torch is imported at the optimizer's first use, so that `python -m zenflow` can say that it is missing.
 """
 
 from zenflow._C import __version__
@@ -13,6 +13,12 @@ __all__ = ["Config", "ZenFlowOptimizer", "__version__", "config"]
 
 def __getattr__(name):
     if name == "ZenFlowOptimizer":
+        try:
+            import torch  # noqa: F401
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError("zenflow.ZenFlowOptimizer needs torch>=2.4: pip install torch") from error
         from zenflow.optimizer import ZenFlowOptimizer
 
         return ZenFlowOptimizer

