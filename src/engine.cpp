@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+#include "cpu_columns.h"
+#include "floating_point_mode.h"
+#include "isa.h"
+
+namespace zenflow {
+
+Counters Counters::operator-(const Counters& o) const {
+  return {steps - o.steps,         stall_seconds - o.stall_seconds, host_update_seconds - o.host_update_seconds,
+          d2h_bytes - o.d2h_bytes, h2d_bytes - o.h2d_bytes,         handover_bytes - o.handover_bytes,
+          nonfinite_norms - o.nonfinite_norms};
+}
+
+Engine::Engine(const Settings& settings, int host_threads, std::vector<int> pin_cpus, int caller_threads)
+    : settings_(settings),
+      pool_(caller_threads),
+      updater_(host_threads, std::move(pin_cpus)),
+      context_{active_kernels(), pool_, settings_},
+      lane_tickets_(static_cast<size_t>(1 + settings.update_delay), 0) {}
+
+int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split) {
+  const std::lock_guard lock(mutex_);
+  auto state = std::make_unique<Parameter>(context_, sizes, dtype, split);
+  parameters_.push_back({std::move(sizes), std::move(state)});
+  return static_cast<int64_t>(parameters_.size()) - 1;
+}
+
+TensorView Engine::view(int64_t index, void* data, std::optional<DType> dtype, std::span<const int64_t> strides) const {
+  const Entry& entry = parameters_.at(static_cast<size_t>(index));
+  return TensorView(data, dtype.value_or(entry.state->dtype()), entry.sizes, strides);
+}
+
+void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
+  const std::lock_guard lock(mutex_);
+  const FloatingPointMode mode;
+  updater_.wait(0);  // an error of earlier host work surfaces before anything changes
+  const int64_t step = clock_.step + 1;
+
+  prepare(operands);
+  if (plan.selects) {
+    wait_for_host();  // the one exception to the visibility rule: a column must never have two owners
+    publish(operands);
+  }
+  const double coefficient = choose_columns(operands, plan);
+  apply_gradients(operands, coefficient);
+  if (clock_.publish_at == step) {
+    wait_for_host();
+    publish(operands);
+  }
+  submit_host_work(operands, plan);
+
+  clock_.step = step;
+  clock_.window_step = plan.ends_window ? 0 : clock_.window_step + 1;
+  if (plan.selects) clock_.last_selection = step;
+  report_.total.steps = step;
+  if (plan.ends_window) {
+    const Counters now = report().total;
+    report_.last_window = now - std::exchange(window_start_, now);
+  }
+}
+
+// All that can run out of memory or find an edit, before any gradient counts.
+void Engine::prepare(std::span<const Operand> operands) {
+  if (std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.suspect; })) wait_for_host();
+  for (const Operand& o : operands) {
+    if (!of(o).initialised()) {
+      of(o).initialise(o.weight);
+    } else if (o.suspect) {
+      of(o).adopt_edits(o.weight);
+    }
+  }
+}
+
+// Hands columns over where a selection is due, and returns the clipping coefficient; both judge by the raw gradients.
+double Engine::choose_columns(std::span<const Operand> operands, const StepPlan& plan) {
+  double total = 0;
+  int64_t kept = 0, selected_before = 0;
+  for (const Operand& o : operands) {
+    Parameter& p = of(o);
+    if (!o.gradient) continue;
+    const bool selects = p.split() && !plan.warm_up && (plan.selects || !p.has_selection());
+    if (plan.max_grad_norm > 0) total += squared_norm(o.gradient, context_.kernels, pool_, norms_);
+    if (selects) {
+      if (plan.max_grad_norm == 0) column_norms(o.gradient, context_.kernels, pool_, norms_);
+      const std::vector<int32_t> selection = top_k(norms_, p.lent_width());
+      p.adopt_edits(o.weight);
+      if (p.has_selection()) selected_before += p.selected_width();
+      const int64_t stayed = p.select(o.weight, selection);
+      kept += stayed;
+      report_.total.handover_bytes += 2 * 12 * p.shape().rows * (p.selected_width() - stayed);
+    }
+    if (p.split()) p.reserve_lanes(o.gradient.dtype());
+  }
+  if (selected_before > 0) report_.selection_overlap = static_cast<double>(kept) / static_cast<double>(selected_before);
+  if (plan.max_grad_norm == 0) return 1.0;
+
+  const double norm = report_.gradient_norm = std::sqrt(total);
+  if (std::isfinite(norm)) return std::min(1.0, plan.max_grad_norm / (norm + 1e-6));
+  ++report_.total.nonfinite_norms;
+  return 1.0;
+}
+
+void Engine::apply_gradients(std::span<const Operand> operands, double coefficient) {
+  // Streaming: the job that read these lanes a round ago must be done with them.
+  if (settings_.stream) wait(lane_tickets_[static_cast<size_t>(clock_.step % (1 + settings_.update_delay))]);
+  for (const Operand& o : operands) {
+    if (!o.gradient) continue;
+    of(o).apply_gradient(o.weight, o.gradient, o.hyper, o.maximize ? -coefficient : coefficient);
+    report_.total.d2h_bytes += of(o).deferred_count() * item_size(o.gradient.dtype());
+  }
+}
+
+void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan& plan) {
+  std::vector<HostJob> jobs;
+  const bool just_published = clock_.publish_at == 0 ? false : clock_.publish_at == clock_.step + 1;
+  for (const Operand& o : operands) {
+    Parameter& p = of(o);
+    if (plan.ends_window && p.window().count > 0 && !just_published) p.adopt_deferred_edits(o.weight);
+    auto job = p.host_job(plan.ends_window, plan.warm_up ? 0.0 : settings_.lookahead);
+    if (job) jobs.push_back(std::move(*job));
+  }
+  if (!jobs.empty()) {
+    last_ticket_ = updater_.submit([jobs = std::move(jobs), &kernels = context_.kernels](ThreadPool& pool) {
+      for (const HostJob& job : jobs) job.run(kernels, pool);
+    });
+    lane_tickets_[static_cast<size_t>(clock_.step % (1 + settings_.update_delay))] = last_ticket_;
+  }
+  if (!plan.ends_window) return;
+  if (plan.warm_up || settings_.update_delay == 0) {
+    wait_for_host();
+    publish(operands);
+  } else {
+    clock_.publish_at = clock_.step + 1 + settings_.update_delay;
+  }
+}
+
+void Engine::publish(std::span<const Operand> operands) {
+  for (const Operand& o : operands) {
+    Parameter& p = of(o);
+    if (!p.in_flight()) continue;
+    p.publish(o.weight);
+    report_.total.h2d_bytes += p.deferred_count() * item_size(p.dtype());
+  }
+  clock_.publish_at = 0;
+}
+
+void Engine::wait(HostUpdater::Ticket ticket) {
+  const auto start = std::chrono::steady_clock::now();
+  updater_.wait(ticket);
+  report_.total.stall_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+void Engine::synchronize(std::span<const Operand> operands) {
+  const std::lock_guard lock(mutex_);
+  const FloatingPointMode mode;
+  wait_for_host();
+  for (const Operand& o : operands) {
+    Parameter& p = of(o);
+    p.adopt_edits(o.weight);
+    if (p.in_flight()) report_.total.h2d_bytes += p.deferred_count() * item_size(p.dtype());
+    p.write_settled(o.weight);
+  }
+  clock_.publish_at = 0;
+}
+
+void Engine::flush(std::span<const Operand> operands) {
+  {
+    const std::lock_guard lock(mutex_);
+    const FloatingPointMode mode;
+    wait_for_host();
+    for (const Operand& o : operands) of(o).adopt_edits(o.weight);
+    submit_host_work(operands, {.ends_window = true});
+    clock_.window_step = 0;
+  }
+  synchronize(operands);
+}
+
+void Engine::show_settled(std::span<const Operand> operands) {
+  const std::lock_guard lock(mutex_);
+  wait_for_host();
+  for (const Operand& o : operands) of(o).adopt_edits(o.weight), of(o).show_settled(o.weight);
+}
+
+void Engine::show_training(std::span<const Operand> operands) {
+  const std::lock_guard lock(mutex_);
+  wait_for_host();
+  for (const Operand& o : operands) of(o).adopt_edits(o.weight), of(o).show_training(o.weight);
+}
+
+void Engine::adopt_edits(std::span<const Operand> operands) {
+  const std::lock_guard lock(mutex_);
+  wait_for_host();
+  for (const Operand& o : operands) of(o).adopt_edits(o.weight);
+}
+
+void Engine::export_state(int64_t index, const FullState& full) {
+  const std::lock_guard lock(mutex_);
+  const FloatingPointMode mode;
+  wait_for_host();
+  parameter(index).export_state(full);
+}
+
+void Engine::import_state(int64_t index, const FullState& full, const ImportedClock& clock) {
+  const std::lock_guard lock(mutex_);
+  wait_for_host();
+  parameter(index).import_state(full, clock);
+}
+
+void Engine::set_clock(const Clock& clock) {
+  const std::lock_guard lock(mutex_);
+  clock_ = clock;
+}
+
+Report Engine::report() const {
+  Report report = report_;
+  report.total.host_update_seconds = updater_.busy_seconds();
+  return report;
+}
+
+int64_t Engine::host_bytes() const {
+  int64_t bytes = 0;
+  for (const Entry& entry : parameters_) bytes += entry.state->host_bytes();
+  return bytes;
+}
+
+}  // namespace zenflow

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+// The order of things: what one step does to all parameters, and when the background update's results become visible.
+//
+// The caller decides what a step is (StepPlan) and brings addresses; the engine owns the parameters' state, the host threads and the
+// clock, and commits a whole step in one call. Calls are serialised by a mutex; an error of the background thread is rethrown by every
+// later call. Weights must stay valid during a call only.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "host_updater.h"
+#include "parameter.h"
+
+namespace zenflow {
+
+struct Clock {
+  int64_t step = 0;            // steps committed
+  int64_t window_step = 0;     // of them, in the open window
+  int64_t last_selection = 0;  // the step of the last selection; 0: none yet
+  int64_t publish_at = 0;      // the step that publishes the window in flight; 0: none in flight
+};
+
+struct StepPlan {
+  bool warm_up = false;
+  bool selects = false;
+  bool ends_window = false;
+  double max_grad_norm = 0;  // 0: no clipping
+};
+
+// A parameter's weight, and for step() its gradient, if it has one.
+struct Operand {
+  int64_t parameter = 0;
+  TensorView weight;
+  TensorView gradient;
+  Hyper hyper;
+  bool maximize = false;
+  bool suspect = false;  // version or storage changed since the last write: look for edits
+};
+
+struct Counters {
+  int64_t steps = 0;
+  double stall_seconds = 0;        // step() waited for the host
+  double host_update_seconds = 0;  // the background thread worked
+  int64_t d2h_bytes = 0;           // gradients packed for the host
+  int64_t h2d_bytes = 0;           // deferred weights published
+  int64_t handover_bytes = 0;      // state of columns that changed sides, both ways
+  int64_t nonfinite_norms = 0;
+
+  Counters operator-(const Counters& other) const;
+};
+
+struct Report {
+  Counters total, last_window;
+  double gradient_norm = std::numeric_limits<double>::quiet_NaN();      // of the last clipped step
+  double selection_overlap = std::numeric_limits<double>::quiet_NaN();  // share of columns that the last selection kept
+};
+
+class Engine {
+ public:
+  // `host_threads` and `pin_cpus` drive the background update, `caller_threads` what step() does itself.
+  Engine(const Settings& settings, int host_threads, std::vector<int> pin_cpus, int caller_threads);
+
+  int64_t add(std::vector<int64_t> sizes, DType dtype, bool split);
+  Parameter& parameter(int64_t index) { return *parameters_.at(static_cast<size_t>(index)).state; }
+  TensorView view(int64_t index, void* data, std::optional<DType> dtype, std::span<const int64_t> strides) const;
+
+  // One step for all parameters that have state or a gradient.
+  void commit(std::span<const Operand> operands, const StepPlan& plan);
+
+  void synchronize(std::span<const Operand> operands);
+  void flush(std::span<const Operand> operands);
+  void show_settled(std::span<const Operand> operands);
+  void show_training(std::span<const Operand> operands);
+  // Waits for the host, then takes over what the user changed; for state_dict().
+  void adopt_edits(std::span<const Operand> operands);
+  void export_state(int64_t index, const FullState& full);
+  void import_state(int64_t index, const FullState& full, const ImportedClock& clock);
+
+  Clock clock() const { return clock_; }
+  void set_clock(const Clock& clock);
+  Report report() const;
+  int64_t host_bytes() const;
+
+ private:
+  struct Entry {
+    std::vector<int64_t> sizes;
+    std::unique_ptr<Parameter> state;
+  };
+
+  Parameter& of(const Operand& operand) { return parameter(operand.parameter); }
+  void prepare(std::span<const Operand> operands);
+  double choose_columns(std::span<const Operand> operands, const StepPlan& plan);
+  void apply_gradients(std::span<const Operand> operands, double coefficient);
+  void submit_host_work(std::span<const Operand> operands, const StepPlan& plan);
+  void publish(std::span<const Operand> operands);
+  void wait(HostUpdater::Ticket ticket);
+  void wait_for_host() { wait(last_ticket_); }
+
+  std::mutex mutex_;
+  Settings settings_;
+  ThreadPool pool_;
+  HostUpdater updater_;
+  Context context_;
+  std::vector<Entry> parameters_;
+  Clock clock_;
+  HostUpdater::Ticket last_ticket_ = 0;
+  std::vector<HostUpdater::Ticket> lane_tickets_;  // streaming: the job that last read each step's lanes
+  std::vector<float> norms_;
+  Report report_;
+  Counters window_start_;
+};
+
+}  // namespace zenflow

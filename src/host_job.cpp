@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "host_job.h"
+
+namespace zenflow {
+
+void HostJob::run(const Kernels& kernels, ThreadPool& pool) const {
+  const ColumnSteps columns = corrections.view();
+  const Update update{master,
+                      exp_avg,
+                      exp_avg_sq,
+                      sum,
+                      lanes.data(),
+                      static_cast<int64_t>(lanes.size()),
+                      closes_window ? &move : nullptr,
+                      written,
+                      &mean_fold,
+                      static_cast<float>(gradient_count),
+                      corrections.empty() ? nullptr : &columns,
+                      slots};
+  const auto kernel = mean ? kernels.update_mean : kernels.update;
+  pool.parallel_for(rows * slots, kHostGrain,
+                    [&](int64_t begin, int64_t end) { kernel(update, lane_dtype, written_dtype, begin, end); });
+}
+
+}  // namespace zenflow

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops of kernels.h over the vector type of one instruction set. Included once by each kernels_<isa>.cpp, which defines ZENFLOW_ISA
+// and includes simd_<isa>.h first; everything here lives in that namespace, so no code of one instruction set can stand in for another's.
+#pragma once
+
+#include "kernels.h"
+
+namespace zenflow::ZENFLOW_ISA {
+
+template <DType D>
+using Bits = typename BitsOf<D>::type;
+
+// The last elements of a run go through buffers of one full vector, so that the loop's body stands once.
+template <DType D>
+ZENFLOW_INLINE Floats load_some(const void* x, int64_t i, int64_t count) {
+  if (count == kWidth) return load<D>(x, i);
+  Bits<D> buffer[kWidth] = {};
+  for (int64_t j = 0; j < count; ++j) buffer[j] = static_cast<const Bits<D>*>(x)[i + j];
+  return load<D>(buffer, 0);
+}
+
+template <DType D>
+ZENFLOW_INLINE void store_some(void* x, int64_t i, int64_t count, Floats value) {
+  if (count == kWidth) return store<D>(x, i, value);
+  Bits<D> buffer[kWidth];
+  store<D>(buffer, 0, value);
+  for (int64_t j = 0; j < count; ++j) static_cast<Bits<D>*>(x)[i + j] = buffer[j];
+}
+
+// Calls body(first element, how many) for whole vectors, then for the rest.
+template <class Body>
+ZENFLOW_INLINE void for_each_vector(int64_t begin, int64_t end, Body&& body) {
+  int64_t i = begin;
+  for (; i + kWidth <= end; i += kWidth) body(i, kWidth);
+  if (i < end) body(i, end - i);
+}
+
+constexpr DType kF32 = DType::kFloat32;
+
+// The three corrections of a vector of elements: the parameter's, or their columns' own.
+struct Corrections {
+  Floats step, root, ahead;
+};
+
+ZENFLOW_INLINE Corrections corrections_of(const AdamStep& s, const ColumnSteps* columns, int64_t column, int64_t count) {
+  if (columns == nullptr) return {Floats(s.step), Floats(s.root), Floats(s.ahead)};
+  return {load_some<kF32>(columns->step, column, count), load_some<kF32>(columns->root, column, count),
+          load_some<kF32>(columns->ahead, column, count)};
+}
+
+template <DType W>
+ZENFLOW_INLINE void move_weight(const Update& u, const Corrections& c, Floats m, Floats v, int64_t i, int64_t count) {
+  const AdamStep& s = *u.move;
+  Floats w = load_some<kF32>(u.master, i, count);
+  const Floats q = direction(c.root, Floats(s.eps), m, v);
+  if (s.moves) {
+    w = moved_weight(c.step, s.decay, q, w);
+    store_some<kF32>(u.master, i, count, w);
+  }
+  store_some<W>(u.written, i, count, s.ahead == 0.0f ? w : weight_ahead(c.ahead, q, w));
+}
+
+template <DType G, DType W>
+ZENFLOW_INLINE void update_run(const Update& u, int64_t begin, int64_t end, int64_t first_column) {
+  for_each_vector(begin, end, [&](int64_t i, int64_t count) {
+    Floats m = load_some<kF32>(u.exp_avg, i, count);
+    Floats v = load_some<kF32>(u.exp_avg_sq, i, count);
+    for (int64_t lane = 0; lane < u.lane_count; ++lane) {
+      const Fold& fold = u.lanes[lane].fold;
+      fold_gradient(fold, load_some<G>(u.lanes[lane].gradients, i, count) * Floats(fold.scale), m, v);
+    }
+    store_some<kF32>(u.exp_avg, i, count, m);
+    store_some<kF32>(u.exp_avg_sq, i, count, v);
+    if (u.move == nullptr) return;
+    move_weight<W>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
+  });
+}
+
+template <DType G, DType W>
+ZENFLOW_INLINE void update_mean_run(const Update& u, int64_t begin, int64_t end, int64_t first_column) {
+  for_each_vector(begin, end, [&](int64_t i, int64_t count) {
+    Floats sum = u.sum != nullptr ? load_some<kF32>(u.sum, i, count) : Floats(0.0f);
+    for (int64_t lane = 0; lane < u.lane_count; ++lane) {
+      sum = sum + load_some<G>(u.lanes[lane].gradients, i, count) * Floats(u.lanes[lane].fold.scale);
+    }
+    if (u.sum != nullptr) store_some<kF32>(u.sum, i, count, u.move == nullptr ? sum : Floats(0.0f));
+    if (u.move == nullptr) return;
+    Floats m = load_some<kF32>(u.exp_avg, i, count);
+    Floats v = load_some<kF32>(u.exp_avg_sq, i, count);
+    fold_gradient(*u.mean_fold, sum / Floats(u.mean_count), m, v);
+    store_some<kF32>(u.exp_avg, i, count, m);
+    store_some<kF32>(u.exp_avg_sq, i, count, v);
+    move_weight<W>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
+  });
+}
+
+// A run in one piece, or a row at a time where columns have their own corrections.
+template <class Run>
+ZENFLOW_INLINE void by_rows(const Update& u, int64_t begin, int64_t end, Run&& run) {
+  if (u.columns == nullptr) return run(begin, end, 0);
+  while (begin < end) {
+    const int64_t column = begin % u.row_length;
+    const int64_t rest = u.row_length - column;
+    const int64_t stop = end - begin < rest ? end : begin + rest;
+    run(begin, stop, column);
+    begin = stop;
+  }
+}
+
+template <DType G, DType W>
+void update(const Update& u, int64_t begin, int64_t end) {
+  by_rows(u, begin, end, [&](int64_t a, int64_t b, int64_t column) { update_run<G, W>(u, a, b, column); });
+}
+
+template <DType G, DType W>
+void update_mean(const Update& u, int64_t begin, int64_t end) {
+  by_rows(u, begin, end, [&](int64_t a, int64_t b, int64_t column) { update_mean_run<G, W>(u, a, b, column); });
+}
+
+template <DType D>
+void add_squares(const void* x, int64_t count, float* sums) {
+  for_each_vector(0, count, [&](int64_t i, int64_t n) {
+    const Floats value = load_some<D>(x, i, n);
+    store_some<kF32>(sums, i, n, fma(value, value, load_some<kF32>(sums, i, n)));
+  });
+}
+
+inline Kernels make_kernels(const char* name) {
+  return {name,
+          [](const Update& u, DType lanes, DType written, int64_t begin, int64_t end) {
+            with_dtype(lanes, [&]<DType G>() { with_dtype(written, [&]<DType W>() { update<G, W>(u, begin, end); }); });
+          },
+          [](const Update& u, DType lanes, DType written, int64_t begin, int64_t end) {
+            with_dtype(lanes, [&]<DType G>() { with_dtype(written, [&]<DType W>() { update_mean<G, W>(u, begin, end); }); });
+          },
+          [](const void* x, DType dtype, int64_t count, float* sums) {
+            with_dtype(dtype, [&]<DType D>() { add_squares<D>(x, count, sums); });
+          },
+          [](const float* x, DType dtype, int64_t count, void* rounded) {
+            with_dtype(dtype, [&]<DType D>() {
+              for_each_vector(0, count, [&](int64_t i, int64_t n) { store_some<D>(rounded, i, n, load_some<kF32>(x, i, n)); });
+            });
+          },
+          [](const void* x, DType dtype, int64_t count, float* widened) {
+            with_dtype(dtype, [&]<DType D>() {
+              for_each_vector(0, count, [&](int64_t i, int64_t n) { store_some<kF32>(widened, i, n, load_some<D>(x, i, n)); });
+            });
+          }};
+}
+
+}  // namespace zenflow::ZENFLOW_ISA

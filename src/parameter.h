@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// One parameter's optimizer state: its selected columns on the device side, its deferred columns and their gradients on the host side.
+//
+// Layout. The device block holds the selected columns as [rows, width] fp32 arrays in memory lent by the caller; the host arrays hold the
+// deferred columns as [rows, slots]. A column has exactly one owner. A parameter that is not split has every column in the block and no
+// host arrays; one that is split but has no selection yet (warm-up) has every column on the host.
+// Order. All methods are called by one thread. Those marked [idle] need every host job of this parameter finished; the others may run
+// beside a job, which touches only its own lanes, the moments, and, if it closes a window, master and pending.
+// Source of the rules: DESIGN.md section 2; of the arithmetic: docs/arithmetic.md.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "host_job.h"
+#include "host_memory.h"
+#include "kernels.h"
+#include "tensor_view.h"
+#include "thread_pool.h"
+
+namespace zenflow {
+
+struct Settings {
+  bool mean = false;    // deferred_rule
+  bool stream = false;  // host_buffer
+  int64_t update_interval = 4;
+  int64_t update_delay = 1;
+  double lookahead = 1;
+};
+
+// What the methods work with; outlives the parameters.
+struct Context {
+  const Kernels& kernels;
+  ThreadPool& pool;
+  Settings settings;
+};
+
+// fp32 state of a set of columns, [rows, width] each. Does not own the memory.
+struct ColumnState {
+  float* master = nullptr;
+  float* exp_avg = nullptr;
+  float* exp_avg_sq = nullptr;
+  int64_t width = 0;
+};
+
+// What the open window has gathered: the settings of its last gradient and the sums over all of them.
+struct Window {
+  int64_t count = 0;
+  double lr_sum = 0;
+  double keep = 1;
+  Hyper last;
+
+  void add(const Hyper& h);
+};
+
+// Contiguous full-shaped tensors [rows, columns] of the canonical state dict; window_sum and column_steps for "mean" only.
+struct FullState {
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* master;
+  void* last_written;
+  void* pending_output;
+  bool* selected;  // [columns]
+  float* window_sum;
+  int32_t* column_steps;  // [columns]
+};
+
+// The counters that go with an imported FullState.
+struct ImportedClock {
+  int64_t steps = 0;
+  bool has_selection = false;
+  bool in_flight = false;
+  Window window;
+};
+
+// The host side of one parameter, [rows, slots] each.
+struct HostArrays {
+  HostArray master, exp_avg, exp_avg_sq;  // fp32
+  HostArray last_written, pending;        // parameter's dtype: what it holds, and what the window in flight will write
+  HostArray sum;                          // fp32, "mean" while streaming or resumed within a window
+};
+
+class Parameter {
+ public:
+  Parameter(const Context& context, std::span<const int64_t> sizes, DType dtype, bool split);
+
+  const Matrix& shape() const { return shape_; }
+  DType dtype() const { return dtype_; }
+  bool split() const { return split_; }
+  bool initialised() const { return initialised_; }
+  bool has_selection() const { return has_selection_; }
+  bool in_flight() const { return in_flight_; }
+  int64_t steps() const { return steps_; }
+  int64_t selected_width() const { return device_.width; }
+  int64_t deferred_count() const { return shape_.rows * slots(); }
+  const Window& window() const { return window_; }
+  std::vector<int32_t> selection() const;  // ascending
+
+  // Memory for the selected columns, taken over by the next initialise (not split), select or import.
+  void lend(const ColumnState& block) { lent_ = block; }
+  int64_t lent_width() const { return lent_.width; }
+
+  // Masters from the weight, moments zero, every column on its first side.
+  void initialise(const TensorView& weight);
+  // Makes lanes for gradients of this dtype. [idle] if the dtype differs from the last gradient's.
+  void reserve_lanes(DType gradient);
+
+  // By value: where the weight's bits differ from those last written, the live value becomes the master. [idle]
+  void adopt_edits(const TensorView& weight);
+  // The same for deferred columns only, beside jobs that do not close a window.
+  void adopt_deferred_edits(const TensorView& weight);
+
+  // Hands columns over to a new selection; newly selected weights become their settled masters. Returns how many columns stayed
+  // selected. Needs an empty window and edits adopted. [idle]
+  int64_t select(const TensorView& weight, const std::vector<int32_t>& selection);
+
+  // One gradient: AdamW on the selected columns, the deferred ones packed into the next lane.
+  void apply_gradient(const TensorView& weight, const TensorView& gradient, const Hyper& hyper, double scale);
+
+  // The host work that is due after this step's gradient: of the whole window if it closes, of one lane if streaming.
+  std::optional<HostJob> host_job(bool closes_window, double lookahead);
+
+  // Writes the finished window's result into the deferred columns, edits excepted. [idle]
+  void publish(const TensorView& weight);
+  // Shows settled masters in the deferred columns, for good (`last_written` follows) or until show_training. [idle]
+  void write_settled(const TensorView& weight);
+  void show_settled(const TensorView& weight);
+  void show_training(const TensorView& weight);
+
+  // Copies out, every received gradient folded in; or takes over all of it. [idle]
+  void export_state(const FullState& full) const;
+  void import_state(const FullState& full, const ImportedClock& clock);
+
+  int64_t host_bytes() const;
+
+ private:
+  int64_t slots() const { return static_cast<int64_t>(slot_columns_.size()); }
+  ColumnState host() const;
+  const int32_t* device_index() const { return split_ ? device_columns_.data() : nullptr; }
+  char* host_row(const HostArray& array, int64_t r) const {
+    return static_cast<char*>(array.data()) + r * slots() * item_size(dtype_);
+  }
+  char* lane(int64_t index) const;
+
+  HostArrays make_host_arrays(int64_t slots) const;
+  void repartition(const TensorView& weight, const std::vector<int32_t>& selection);
+  void hand_over(const TensorView& weight, std::span<const int32_t> leaving, std::span<const int32_t> joining);
+  void fold_open_lanes(int64_t r, float* exp_avg, float* exp_avg_sq, float* sum) const;
+  void adopt_selected_edits(const TensorView& weight);
+  void adopt_deferred_row(const TensorView& weight, int64_t r);
+  void update_selected(const TensorView& weight, const void* row, DType gradient, int64_t r, const Update& all) const;
+  void update_flat(const TensorView& weight, const TensorView& gradient, const Update& all) const;
+  void pack(const void* row, DType gradient, int64_t r, char* lane) const;
+  ColumnCorrections column_corrections(const std::vector<int32_t>& columns, const Hyper& h, double lookahead) const;
+
+  const Context& context_;
+  Matrix shape_;
+  DType dtype_;
+  bool split_;
+  bool initialised_ = false, has_selection_ = false, in_flight_ = false, shows_settled_ = false;
+
+  ColumnState device_, lent_;
+  std::vector<int32_t> device_columns_;  // column of each position in the block; empty if not split
+  std::vector<int32_t> slot_columns_;    // column of each slot
+  HostArrays arrays_;
+  HostArray lanes_;  // [lane_count, rows, slots] of lane_dtype
+  DType lane_dtype_ = DType::kFloat32;
+  int64_t lane_count_ = 0, next_lane_ = 0;
+  std::vector<int64_t> open_lanes_;
+  std::vector<Fold> open_folds_;
+
+  int64_t steps_ = 0;
+  std::vector<int32_t> column_steps_;  // "mean" only: AdamW updates of each column
+  Window window_;
+};
+
+}  // namespace zenflow

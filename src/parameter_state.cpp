@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// The canonical state: full-shaped tensors that do not show where a column lives or which gradients still wait in lanes.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "parameter.h"
+#include "rows.h"
+
+namespace zenflow {
+
+namespace {
+
+// Row r of a side's [rows, width] array into its columns' places, or back; no columns means all, in order.
+template <class T>
+void spread(const T* run, const std::vector<int32_t>& columns, int64_t width, T* full) {
+  if (columns.empty()) {
+    std::copy_n(run, width, full);
+  } else {
+    scatter_row(run, width, 0, columns, full);
+  }
+}
+
+template <class T>
+void collect(const T* full, const std::vector<int32_t>& columns, int64_t width, T* run) {
+  if (columns.empty()) {
+    std::copy_n(full, width, run);
+  } else {
+    gather_row(full, columns, 0, run, width);
+  }
+}
+
+}  // namespace
+
+// Moments as if every gradient had been folded in: those that wait in lanes are folded into a copy of the row.
+void Parameter::fold_open_lanes(int64_t r, float* exp_avg, float* exp_avg_sq, float* sum) const {
+  const ColumnState host = this->host();
+  const int64_t offset = r * slots();
+  std::copy_n(host.exp_avg + offset, slots(), exp_avg);
+  std::copy_n(host.exp_avg_sq + offset, slots(), exp_avg_sq);
+  if (arrays_.sum.data() != nullptr) {
+    std::copy_n(static_cast<const float*>(arrays_.sum.data()) + offset, slots(), sum);
+  } else {
+    std::fill_n(sum, slots(), 0.0f);
+  }
+  std::vector<Lane> lanes;
+  for (size_t i = 0; i < open_lanes_.size(); ++i) {
+    lanes.push_back({lane(open_lanes_[i]) + offset * item_size(lane_dtype_), open_folds_[i]});
+  }
+  Update update{};
+  update.exp_avg = exp_avg;
+  update.exp_avg_sq = exp_avg_sq;
+  update.sum = sum;
+  update.lanes = lanes.data();
+  update.lane_count = static_cast<int64_t>(lanes.size());
+  const auto kernel = context_.settings.mean ? context_.kernels.update_mean : context_.kernels.update;
+  kernel(update, lane_dtype_, dtype_, 0, slots());
+}
+
+void Parameter::export_state(const FullState& full) const {
+  const ColumnState host = this->host();
+  const int64_t columns = shape_.columns;
+  for_rows(context_.pool, shape_, [&](int64_t r) {
+    const int64_t row = r * columns, device_row = r * device_.width;
+    spread(device_.exp_avg + device_row, device_columns_, device_.width, full.exp_avg + row);
+    spread(device_.exp_avg_sq + device_row, device_columns_, device_.width, full.exp_avg_sq + row);
+    spread(device_.master + device_row, device_columns_, device_.width, full.master + row);
+    if (full.window_sum != nullptr) std::fill_n(full.window_sum + row, columns, 0.0f);
+    if (slots() > 0) {
+      Scratch exp_avg(slots() * 4), exp_avg_sq(slots() * 4), sum(slots() * 4);
+      fold_open_lanes(r, exp_avg.floats(), exp_avg_sq.floats(), sum.floats());
+      spread(exp_avg.floats(), slot_columns_, slots(), full.exp_avg + row);
+      spread(exp_avg_sq.floats(), slot_columns_, slots(), full.exp_avg_sq + row);
+      spread(host.master + r * slots(), slot_columns_, slots(), full.master + row);
+      if (full.window_sum != nullptr) spread(sum.floats(), slot_columns_, slots(), full.window_sum + row);
+    }
+    with_bits(dtype_, [&]<class Bits>() {
+      Scratch settled(device_.width * item_size(dtype_));
+      context_.kernels.round_to(device_.master + device_row, dtype_, device_.width, settled.data());
+      const HostArray& pending = in_flight_ ? arrays_.pending : arrays_.last_written;
+      for (auto [tensor, array] : {std::pair{full.last_written, &arrays_.last_written}, std::pair{full.pending_output, &pending}}) {
+        Bits* out = static_cast<Bits*>(tensor) + row;
+        spread(static_cast<const Bits*>(settled.data()), device_columns_, device_.width, out);
+        if (slots() > 0) spread(reinterpret_cast<const Bits*>(host_row(*array, r)), slot_columns_, slots(), out);
+      }
+    });
+  });
+  std::fill_n(full.selected, columns, !split_);
+  for (int32_t c : device_columns_) full.selected[c] = true;
+  if (full.column_steps != nullptr) {
+    std::fill_n(full.column_steps, columns, static_cast<int32_t>(steps_));
+    std::copy(column_steps_.begin(), column_steps_.end(), full.column_steps);
+  }
+}
+
+void Parameter::import_state(const FullState& full, const ImportedClock& clock) {
+  const int64_t columns = shape_.columns;
+  std::vector<int32_t> selected, deferred;
+  for (int32_t c = 0; split_ && c < columns; ++c) (full.selected[c] ? selected : deferred).push_back(c);
+  HostArrays arrays = split_ ? make_host_arrays(static_cast<int64_t>(deferred.size())) : HostArrays();
+  if (full.window_sum != nullptr && clock.window.count > 0 && !deferred.empty() && arrays.sum.data() == nullptr) {
+    arrays.sum = HostArray(shape_.rows * static_cast<int64_t>(deferred.size()) * 4);
+  }
+  arrays_ = std::move(arrays);
+  device_columns_ = std::move(selected);
+  slot_columns_ = std::move(deferred);
+  if (!split_ || !device_columns_.empty()) device_ = std::exchange(lent_, {});
+  else device_ = {};
+  has_selection_ = split_ && clock.has_selection;
+  steps_ = clock.steps;
+  window_ = split_ ? clock.window : Window();
+  in_flight_ = split_ && clock.in_flight;
+  shows_settled_ = false;
+  lanes_ = HostArray();
+  lane_count_ = 0;
+  open_lanes_.clear();
+  open_folds_.clear();
+  column_steps_.clear();
+  if (context_.settings.mean && split_) column_steps_.assign(full.column_steps, full.column_steps + columns);
+
+  const ColumnState host = this->host();
+  for_rows(context_.pool, shape_, [&](int64_t r) {
+    const int64_t row = r * columns, device_row = r * device_.width, host_offset = r * slots();
+    collect(full.exp_avg + row, device_columns_, device_.width, device_.exp_avg + device_row);
+    collect(full.exp_avg_sq + row, device_columns_, device_.width, device_.exp_avg_sq + device_row);
+    collect(full.master + row, device_columns_, device_.width, device_.master + device_row);
+    if (slots() == 0) return;
+    collect(full.exp_avg + row, slot_columns_, slots(), host.exp_avg + host_offset);
+    collect(full.exp_avg_sq + row, slot_columns_, slots(), host.exp_avg_sq + host_offset);
+    collect(full.master + row, slot_columns_, slots(), host.master + host_offset);
+    if (arrays_.sum.data() != nullptr && full.window_sum != nullptr) {
+      collect(full.window_sum + row, slot_columns_, slots(), static_cast<float*>(arrays_.sum.data()) + host_offset);
+    }
+    with_bits(dtype_, [&]<class Bits>() {
+      collect(static_cast<const Bits*>(full.last_written) + row, slot_columns_, slots(),
+              reinterpret_cast<Bits*>(host_row(arrays_.last_written, r)));
+      collect(static_cast<const Bits*>(full.pending_output) + row, slot_columns_, slots(),
+              reinterpret_cast<Bits*>(host_row(arrays_.pending, r)));
+    });
+  });
+  initialised_ = true;
+}
+
+}  // namespace zenflow

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// What happens to a parameter at each step: its gradient, the host's share of it, edits by the user, and publication.
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "parameter.h"
+#include "rows.h"
+
+namespace zenflow {
+
+namespace {
+
+void gather_run(DType dtype, const void* row, const std::vector<int32_t>& columns, void* run) {
+  with_bits(dtype, [&]<class Bits>() {
+    gather_row(static_cast<const Bits*>(row), columns, 0, static_cast<Bits*>(run), static_cast<int64_t>(columns.size()));
+  });
+}
+
+// Where a selected weight is not what its master rounds to, somebody edited it: the live value becomes the master.
+void adopt_run(const Kernels& kernels, DType dtype, const void* live, int64_t count, float* master) {
+  Scratch expected(count * item_size(dtype));
+  kernels.round_to(master, dtype, count, expected.data());
+  for_differences(dtype, live, expected.data(), count, [&](int64_t i) { master[i] = widen_element(dtype, live, i); });
+}
+
+Update shifted(Update u, int64_t elements) {
+  u.master += elements;
+  u.exp_avg += elements;
+  u.exp_avg_sq += elements;
+  return u;
+}
+
+}  // namespace
+
+ColumnCorrections Parameter::column_corrections(const std::vector<int32_t>& columns, const Hyper& h, double lookahead) const {
+  std::unordered_map<int32_t, AdamStep> by_count;  // few distinct counts, many columns
+  ColumnCorrections corrections;
+  for (int32_t c : columns) {
+    const int32_t t = column_steps_[static_cast<size_t>(c)];
+    auto [entry, added] = by_count.try_emplace(t);
+    if (added) entry->second = make_adam_step(h, h.lr, 1.0 - h.lr * h.weight_decay, t, lookahead);
+    corrections.step.push_back(entry->second.step);
+    corrections.root.push_back(entry->second.root);
+    corrections.ahead.push_back(entry->second.ahead);
+  }
+  return corrections;
+}
+
+void Parameter::apply_gradient(const TensorView& weight, const TensorView& gradient, const Hyper& hyper, double scale) {
+  ++steps_;
+  if (shape_.count() == 0) return;
+
+  const Lane gradient_lane{nullptr, make_fold(hyper, scale)};
+  const AdamStep move = make_adam_step(hyper, hyper.lr, 1.0 - hyper.lr * hyper.weight_decay, steps_, 0.0);
+  Update update{device_.master, device_.exp_avg, device_.exp_avg_sq, nullptr, &gradient_lane, 1,           &move,
+                nullptr,        nullptr,         1.0f,               nullptr, device_.width};
+  ColumnCorrections corrections;
+  ColumnSteps column_steps;
+  if (!column_steps_.empty()) {
+    for (int32_t c : device_columns_) ++column_steps_[static_cast<size_t>(c)];
+    corrections = column_corrections(device_columns_, hyper, 0.0);
+    column_steps = corrections.view();
+    update.columns = &column_steps;
+  }
+
+  if (!split_ && weight.contiguous() && gradient.contiguous()) return update_flat(weight, gradient, update);
+
+  const bool packs = slots() > 0;
+  char* const lane_memory = packs ? lane(next_lane_) : nullptr;
+  for_rows(context_.pool, shape_, [&](int64_t r) {
+    Scratch staging(shape_.columns * item_size(gradient.dtype()));
+    const void* row = gradient.row(r, staging.data());
+    if (device_.width > 0) update_selected(weight, row, gradient.dtype(), r, update);
+    if (packs) pack(row, gradient.dtype(), r, lane_memory);
+  });
+  if (!packs) return;
+  open_lanes_.push_back(next_lane_);
+  open_folds_.push_back(gradient_lane.fold);
+  next_lane_ = (next_lane_ + 1) % lane_count_;
+  window_.add(hyper);
+}
+
+// The selected columns of one row through contiguous runs, so that the kernel is the host update's own.
+void Parameter::update_selected(const TensorView& weight, const void* row, DType gradient, int64_t r, const Update& all) const {
+  const int64_t width = device_.width;
+  Scratch gradients(width * item_size(gradient)), weights(width * item_size(dtype_));
+  weight.gather(r, device_index(), width, weights.data());
+  Update u = shifted(all, r * width);
+  adopt_run(context_.kernels, dtype_, weights.data(), width, u.master);
+
+  if (split_) gather_run(gradient, row, device_columns_, gradients.data());
+  const Lane lane{split_ ? gradients.data() : row, all.lanes->fold};
+  u.lanes = &lane;
+  u.written = weights.data();
+  context_.kernels.update(u, gradient, dtype_, 0, width);
+  weight.scatter(r, device_index(), width, weights.data());
+}
+
+// A contiguous parameter that is not split, in place.
+void Parameter::update_flat(const TensorView& weight, const TensorView& gradient, const Update& all) const {
+  constexpr int64_t kChunk = 4096;  // the working set stays in the first-level cache
+  const int64_t chunks = (shape_.count() + kChunk - 1) / kChunk;
+  context_.pool.parallel_for(chunks, kElementsPerTask / kChunk, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t first = chunk * kChunk, count = std::min(kChunk, shape_.count() - first);
+      const Lane lane{gradient.at(first), all.lanes->fold};
+      Update u = shifted(all, first);
+      u.lanes = &lane;
+      u.written = weight.at(first);
+      adopt_run(context_.kernels, dtype_, u.written, count, u.master);
+      context_.kernels.update(u, gradient.dtype(), dtype_, 0, count);
+    }
+  });
+}
+
+void Parameter::pack(const void* row, DType gradient, int64_t r, char* lane) const {
+  char* packed = lane + r * slots() * item_size(lane_dtype_);
+  if (lane_dtype_ == gradient) return gather_run(gradient, row, slot_columns_, packed);
+  Scratch narrow(slots() * item_size(gradient));
+  gather_run(gradient, row, slot_columns_, narrow.data());
+  context_.kernels.widen(narrow.data(), gradient, slots(), reinterpret_cast<float*>(packed));
+}
+
+std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead) {
+  closes_window = closes_window && window_.count > 0;
+  if (!closes_window && (open_lanes_.empty() || !context_.settings.stream)) return std::nullopt;
+
+  const ColumnState host = this->host();
+  HostJob job{};
+  job.master = host.master;
+  job.exp_avg = host.exp_avg;
+  job.exp_avg_sq = host.exp_avg_sq;
+  job.sum = static_cast<float*>(arrays_.sum.data());
+  job.written = arrays_.pending.data();
+  for (size_t i = 0; i < open_lanes_.size(); ++i) job.lanes.push_back({lane(open_lanes_[i]), open_folds_[i]});
+  job.lane_dtype = lane_dtype_;
+  job.written_dtype = dtype_;
+  job.rows = shape_.rows;
+  job.slots = slots();
+  job.mean = context_.settings.mean;
+  open_lanes_.clear();
+  open_folds_.clear();
+  if (!closes_window) return job;
+
+  const Window window = std::exchange(window_, {});
+  job.closes_window = true;
+  job.gradient_count = window.count;
+  job.move = make_adam_step(window.last, window.lr_sum, window.keep, steps_, lookahead);
+  if (job.mean) {
+    for (int32_t c : slot_columns_) ++column_steps_[static_cast<size_t>(c)];
+    const double decay = window.last.lr * window.last.weight_decay;
+    job.move = make_adam_step(window.last, window.last.lr, 1.0 - decay, steps_, lookahead);
+    job.mean_fold = make_fold(window.last, 1.0);
+    job.corrections = column_corrections(slot_columns_, window.last, lookahead);
+  }
+  in_flight_ = true;
+  return job;
+}
+
+void Parameter::adopt_selected_edits(const TensorView& weight) {
+  for_rows(context_.pool, {shape_.rows, device_.width}, [&](int64_t r) {
+    Scratch live(device_.width * item_size(dtype_));
+    weight.gather(r, device_index(), device_.width, live.data());
+    adopt_run(context_.kernels, dtype_, live.data(), device_.width, device_.master + r * device_.width);
+  });
+}
+
+void Parameter::adopt_deferred_row(const TensorView& weight, int64_t r) {
+  const int64_t bytes = slots() * item_size(dtype_);
+  float* master = host().master + r * slots();
+  char* last = host_row(arrays_.last_written, r);
+  Scratch live(bytes), settled(bytes);
+  weight.gather(r, slot_columns_.data(), slots(), live.data());
+  if (shows_settled_) context_.kernels.round_to(master, dtype_, slots(), settled.data());
+  for_differences(dtype_, live.data(), shows_settled_ ? settled.data() : last, slots(), [&](int64_t i) {
+    const int64_t item = item_size(dtype_);
+    master[i] = widen_element(dtype_, live.data(), i);
+    std::memcpy(last + i * item, static_cast<char*>(live.data()) + i * item, static_cast<size_t>(item));
+    std::memcpy(host_row(arrays_.pending, r) + i * item, last + i * item, static_cast<size_t>(item));
+  });
+}
+
+void Parameter::adopt_deferred_edits(const TensorView& weight) {
+  for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) { adopt_deferred_row(weight, r); });
+}
+
+void Parameter::adopt_edits(const TensorView& weight) {
+  adopt_selected_edits(weight);
+  adopt_deferred_edits(weight);
+}
+
+void Parameter::publish(const TensorView& weight) {
+  for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
+    adopt_deferred_row(weight, r);
+    const char* pending = host_row(arrays_.pending, r);
+    weight.scatter(r, slot_columns_.data(), slots(), pending);
+    std::memcpy(host_row(arrays_.last_written, r), pending, static_cast<size_t>(slots() * item_size(dtype_)));
+  });
+  in_flight_ = false;
+}
+
+void Parameter::write_settled(const TensorView& weight) {
+  for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
+    adopt_deferred_row(weight, r);
+    char* last = host_row(arrays_.last_written, r);
+    context_.kernels.round_to(host().master + r * slots(), dtype_, slots(), last);
+    weight.scatter(r, slot_columns_.data(), slots(), last);
+  });
+  in_flight_ = false;
+}
+
+void Parameter::show_settled(const TensorView& weight) {
+  for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
+    adopt_deferred_row(weight, r);
+    Scratch settled(slots() * item_size(dtype_));
+    context_.kernels.round_to(host().master + r * slots(), dtype_, slots(), settled.data());
+    weight.scatter(r, slot_columns_.data(), slots(), settled.data());
+  });
+  shows_settled_ = true;
+}
+
+void Parameter::show_training(const TensorView& weight) {
+  for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
+    adopt_deferred_row(weight, r);
+    weight.scatter(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
+  });
+  shows_settled_ = false;
+}
+
+}  // namespace zenflow
