@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# One command each, on a fresh machine too: `make test`, `make demo`. Steps are remembered in .venv/stamps and redone when their inputs
-# change. Settings: PYTHON (3.10 or newer), JOBS, DEMO (arguments for examples/finetune.py).
+# One command each, on a fresh machine too: `make test`, `make demo`. Steps are remembered in .venv/stamps and
+# redone when their inputs change. Settings: PYTHON (3.10 or newer), JOBS, WERROR (ON in CI), PYTEST and DEMO
+# (arguments for pytest and for examples/finetune.py).
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 WERROR ?= $(if $(CI),ON,OFF)
@@ -47,12 +48,12 @@ core-tests: core-tests-none core-tests-address core-tests-thread
 core-tests-%: $(STAMPS)/requirements
 	@mkdir -p build
 	@cmake -S tests/cpp -B build/core-tests-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DZENFLOW_SANITIZE=$* \
-	  -DZENFLOW_WERROR=$(WERROR) > build/core-tests-$*.log 2>&1 || { cat build/core-tests-$*.log; exit 1; }
+	  > build/core-tests-$*.log 2>&1 || { cat build/core-tests-$*.log; exit 1; }
 	cmake --build build/core-tests-$* --parallel $(JOBS)
 	ctest --test-dir build/core-tests-$* --output-on-failure
 
 python-tests: $(STAMPS)/build
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)
 
 demo: $(STAMPS)/demo
 	$(BIN)/python examples/finetune.py $(DEMO)

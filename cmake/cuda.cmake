@@ -7,7 +7,9 @@ if(NOT ZENFLOW_CUDA MATCHES "^(AUTO|ON|OFF)$")
 endif()
 
 function(zenflow_try_nvcc)
-  find_program(nvcc NAMES "$ENV{CUDACXX}" nvcc HINTS "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin" NO_CACHE)
+  # Without CMake's own system folders: a PATH without nvcc means a build without CUDA.
+  find_program(nvcc NAMES "$ENV{CUDACXX}" nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin
+    NO_CACHE NO_CMAKE_SYSTEM_PATH)
   if(NOT nvcc)
     set(ZENFLOW_CUDA_REASON "nvcc not found (looked at CUDACXX, CUDA_HOME, CUDA_PATH and PATH)" PARENT_SCOPE)
     return()

@@ -8,6 +8,7 @@ from importlib import metadata
 from zenflow import _C
 
 OLDEST_TORCH = (2, 4)
+UNKNOWN_BYTES = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +18,11 @@ class Config:
     Attributes:
         version: of zenflow.
         python, platform: what runs it.
-        torch, numpy: installed versions; None where not installed.
+        torch: installed version; None if it is not installed.
         isa: instruction set in use: "scalar", "avx2" or "avx512". ZENFLOW_ISA forces one.
         isa_available: those that this CPU and build have.
-        cpus: CPUs that host updates may use by default, one per physical core where possible.
-        threads: threads that host updates use by default.
+        threads: threads that host updates use by default; the other cores are left to torch.
+        cpus: the CPUs that these threads use.
         host_memory: bytes that can still be allocated here, cgroup limits included; None if unknown.
         compiler: of the host code.
         cuda_built: whether the CUDA half is in this build; cuda_reason says with what, or why not.
@@ -33,7 +34,6 @@ class Config:
     python: str
     platform: str
     torch: str | None
-    numpy: str | None
     isa: str
     isa_available: tuple[str, ...]
     cpus: tuple[int, ...]
@@ -52,8 +52,6 @@ class Config:
             lines.append("torch is not installed, and ZenFlowOptimizer needs it: pip install torch")
         elif _leading_numbers(self.torch) < OLDEST_TORCH:
             lines.append(f"torch {self.torch} is too old, ZenFlowOptimizer needs 2.4: pip install -U torch")
-        if self.numpy is None:
-            lines.append("numpy is not installed: pip install numpy")
         if not self.cuda_built:
             lines.append(f"CUDA: {self.cuda_reason}. For parameters on a GPU, rebuild where nvcc is")
         elif self.cuda_devices == 0:
@@ -70,9 +68,8 @@ class Config:
         rows = [
             ("python", f"{self.python}, {self.platform}"),
             ("torch", self.torch or "not installed"),
-            ("numpy", self.numpy or "not installed"),
             ("ISA", f"{self.isa} (of {', '.join(self.isa_available)})"),
-            ("cores", f"{len(self.cpus)} usable ({_ranges(self.cpus)}), {self.threads} thread(s) by default"),
+            ("cores", f"{self.threads} for host updates by default (CPU {_ranges(self.cpus)})"),
             ("host memory", memory),
             ("compiler", self.compiler),
             ("CUDA", cuda),
@@ -91,13 +88,12 @@ def config():
         version=native["version"],
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
-        torch=_installed("torch"),
-        numpy=_installed("numpy"),
+        torch=_torch_version(),
         isa=native["isa"],
         isa_available=tuple(native["isa_available"]),
         cpus=tuple(native["cpus"]),
         threads=native["threads"],
-        host_memory=native["host_memory"],
+        host_memory=native["host_memory"] if native["host_memory"] < UNKNOWN_BYTES else None,
         compiler=native["compiler"],
         cuda_built=native["cuda_built"],
         cuda_reason=native["cuda_reason"],
@@ -106,9 +102,9 @@ def config():
     )
 
 
-def _installed(package):
+def _torch_version():
     try:
-        return metadata.version(package)
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
 
