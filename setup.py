@@ -22,8 +22,10 @@ class CMakeBuild(build_ext):
         cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
         if cmake is None:
             raise SystemExit("zenflow needs cmake 3.24 or newer to build; install it with: pip install cmake")
-        # The build directory outlives pip's isolated environments: what lies in them is named anew each time.
-        build = Path(self.build_temp).resolve() / ("ninja" if ninja else "make")
+        # Not build_temp, which is new for each editable install: builds here are incremental. The folder outlives
+        # pip's isolated environments, so what lies in them is named anew each time.
+        kind = f"{sys.implementation.cache_tag}-{self.plat_name}-{'ninja' if ninja else 'make'}"
+        build = here / "build" / kind
         configure = [cmake, "-S", here, "-B", build, f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}"]
         configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
