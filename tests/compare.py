@@ -2,6 +2,7 @@
 """How tests compare: bit for bit, any NaN equal to any NaN, with the first difference in the message."""
 
 import torch
+
 from reference import same_bits
 
 

@@ -66,14 +66,17 @@ class Run:
         for p, spec, kind in zip(parameters, self.parameters, self.steps[index].gradients, strict=True):
             p.grad = gradient(spec, kind, generator)
 
-    def play(self, index, parameters, optimizer):
-        """One step of the run, without what the user does after it."""
+    def set_settings(self, index, optimizer):
         step = self.steps[index]
         for group in optimizer.param_groups:
             if step.lr is not None:
                 group["lr"] = step.lr
             if step.betas is not None:
                 group["betas"] = step.betas
+
+    def play(self, index, parameters, optimizer):
+        """One step of the run, without what the user does after it."""
+        self.set_settings(index, optimizer)
         self.set_gradients(index, parameters)
         optimizer.step()
 

@@ -4,12 +4,13 @@
 import math
 from fractions import Fraction
 
-import adamw
 import pytest
 import torch
-from compare import assert_all_same, assert_same, copies
 from hypothesis import given
 from hypothesis import strategies as st
+
+import adamw
+from compare import assert_all_same, assert_same, copies
 from reference import ReferenceZenFlow, column_norms, fma, largest, matrix_shape
 from strategies import runs
 
