@@ -30,14 +30,14 @@ class Run:
     host_bytes: int = 0  # held by the optimizer in host memory
     device_bytes: int = 0  # held by the optimizer beside the parameters
     peak_gpu_bytes: int | None = None
-    zenflow: dict = field(default_factory=dict)  # ZenFlowOptimizer.stats().total
+    zenflow: dict = field(default_factory=dict)  # ZenFlowOptimizer.stats()
 
     def measure_memory_and_traffic(self, optimizer, device):
         """Call once, at the end of the run."""
         if hasattr(optimizer, "stats"):
-            total = optimizer.stats().total
-            self.zenflow = asdict(total)
-            self.host_bytes, self.device_bytes = total.host_bytes, total.device_bytes
+            stats = optimizer.stats()
+            self.zenflow = asdict(stats)
+            self.host_bytes, self.device_bytes = stats.host_bytes, stats.device_bytes
         else:
             state = [value for entry in optimizer.state.values() for value in entry.values()]
             self.device_bytes = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
@@ -61,8 +61,8 @@ def machine(device):
 def rows(run):
     """(label, text) pairs; "-" where the optimizer has nothing to measure."""
     before, after = run.validation_loss[0][1], run.validation_loss[-1][1]
-    steps, total = len(run.step_seconds), run.zenflow
-    moved = (total["d2h_bytes"] + total["h2d_bytes"]) / steps / run.model_bytes if total else 0
+    zenflow = {name: value / len(run.step_seconds) for name, value in run.zenflow.get("total", {}).items()}
+    moved = sum(value for name, value in zenflow.items() if name.endswith("_bytes")) / run.model_bytes
     yield "validation loss before", f"{before:.3f}"
     yield "validation loss after", f"{after:.3f}"
     yield "perplexity before", f"{math.exp(before):.2f}"
@@ -70,14 +70,13 @@ def rows(run):
     yield "seconds per step (median)", f"{median(run.step_seconds):.3f}"
     yield "  of it in step() (median)", f"{median(run.optimizer_seconds):.3f}"
     yield "  of it in step() (mean, first left out)", f"{mean(run.optimizer_seconds[1:] or [0]):.3f}"
-    yield "stall per step (mean)", f"{total['stall_seconds'] / steps:.4f}" if total else "-"
-    yield (
-        "host update in the background (mean)",
-        f"{total['host_update_seconds'] / steps:.3f}" if total else "-",
-    )
-    yield "bytes over PCIe per step / model size", f"{moved:.2f}" if total else "-"
+    yield "stall per step (mean)", f"{zenflow['stall_seconds']:.3f}" if zenflow else "-"
+    yield "background update (mean)", f"{zenflow['host_update_seconds']:.3f}" if zenflow else "-"
+    yield "bytes over PCIe per step / model size", f"{moved:.2f}" if zenflow else "-"
     yield "optimizer's host bytes per parameter", f"{run.host_bytes / run.parameters:.2f}"
     yield "optimizer's device bytes per parameter", f"{run.device_bytes / run.parameters:.2f}"
+    overlap = run.zenflow.get("selection_overlap")
+    yield "columns that the last selection kept", f"{overlap:.0%}" if overlap is not None else "-"
     if run.peak_gpu_bytes is not None:
         yield "peak GPU memory, GiB", f"{run.peak_gpu_bytes / 2**30:.2f}"
 

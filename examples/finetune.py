@@ -242,6 +242,8 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except MemoryError as error:  # from ZenFlow's first step: how much the host lacks, and which knobs help
+        stop(error)
     except KeyboardInterrupt:
         print("finetune.py: interrupted", file=sys.stderr)
         sys.exit(130)
