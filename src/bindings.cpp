@@ -139,6 +139,9 @@ PYBIND11_MODULE(_C, m) {
         e.import_state(index, full, {steps, has_selection, in_flight, window_of(window)});
       })
       .def("window", [](Engine& e, int64_t index) { return window_tuple(e.parameter(index).window()); })
+      .def("discard", &Engine::discard, py::call_guard<py::gil_scoped_release>())
+      .def("has_lent_block", [](Engine& e, int64_t index) { return e.parameter(index).has_lent_block(); })
+      .def("in_flight", [](Engine& e, int64_t index) { return e.parameter(index).in_flight(); })
       .def("steps", [](Engine& e, int64_t index) { return e.parameter(index).steps(); })
       .def("has_selection", [](Engine& e, int64_t index) { return e.parameter(index).has_selection(); })
       .def("selection", [](Engine& e, int64_t index) { return e.parameter(index).selection(); })

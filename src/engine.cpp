@@ -70,12 +70,12 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
 void Engine::prepare(std::span<const Operand> operands) {
   if (std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.suspect; })) wait_for_host();
   for (const Operand& o : operands) {
-    if (!of(o).initialised()) {
-      of(o).initialise(o.weight);
-    } else if (o.suspect) {
-      of(o).adopt_edits(o.weight);
-    }
+    if (o.suspect || !of(o).initialised()) adopt(o);
   }
+}
+
+void Engine::adopt(const Operand& o) {
+  of(o).initialised() ? of(o).adopt_edits(o.weight) : of(o).initialise(o.weight);
 }
 
 // Hands columns over where a selection is due, and returns the clipping coefficient; both judge by the raw gradients.
@@ -89,7 +89,7 @@ double Engine::choose_columns(std::span<const Operand> operands, const StepPlan&
     if (plan.max_grad_norm > 0) total += squared_norm(o.gradient, context_.kernels, pool_, norms_);
     if (selects) {
       if (plan.max_grad_norm == 0) column_norms(o.gradient, context_.kernels, pool_, norms_);
-      const std::vector<int32_t> selection = top_k(norms_, p.lent_width());
+      const std::vector<int32_t> selection = top_k(norms_, p.next_width());
       p.adopt_edits(o.weight);
       if (p.has_selection()) selected_before += p.selected_width();
       const int64_t stayed = p.select(o.weight, selection);
@@ -119,10 +119,9 @@ void Engine::apply_gradients(std::span<const Operand> operands, double coefficie
 
 void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan& plan) {
   std::vector<HostJob> jobs;
-  const bool just_published = clock_.publish_at == 0 ? false : clock_.publish_at == clock_.step + 1;
   for (const Operand& o : operands) {
     Parameter& p = of(o);
-    if (plan.ends_window && p.window().count > 0 && !just_published) p.adopt_deferred_edits(o.weight);
+    if (plan.ends_window && p.window().count > 0) p.adopt_deferred_edits(o.weight);
     auto job = p.host_job(plan.ends_window, plan.warm_up ? 0.0 : settings_.lookahead);
     if (job) jobs.push_back(std::move(*job));
   }
@@ -163,7 +162,7 @@ void Engine::synchronize(std::span<const Operand> operands) {
   wait_for_host();
   for (const Operand& o : operands) {
     Parameter& p = of(o);
-    p.adopt_edits(o.weight);
+    adopt(o);
     if (p.in_flight()) report_.total.h2d_bytes += p.deferred_count() * item_size(p.dtype());
     p.write_settled(o.weight);
   }
@@ -175,7 +174,7 @@ void Engine::flush(std::span<const Operand> operands) {
     const std::lock_guard lock(mutex_);
     const FloatingPointMode mode;
     wait_for_host();
-    for (const Operand& o : operands) of(o).adopt_edits(o.weight);
+    for (const Operand& o : operands) adopt(o);
     submit_host_work(operands, {.ends_window = true});
     clock_.window_step = 0;
   }
@@ -185,19 +184,19 @@ void Engine::flush(std::span<const Operand> operands) {
 void Engine::show_settled(std::span<const Operand> operands) {
   const std::lock_guard lock(mutex_);
   wait_for_host();
-  for (const Operand& o : operands) of(o).adopt_edits(o.weight), of(o).show_settled(o.weight);
+  for (const Operand& o : operands) adopt(o), of(o).show_settled(o.weight);
 }
 
 void Engine::show_training(std::span<const Operand> operands) {
   const std::lock_guard lock(mutex_);
   wait_for_host();
-  for (const Operand& o : operands) of(o).adopt_edits(o.weight), of(o).show_training(o.weight);
+  for (const Operand& o : operands) adopt(o), of(o).show_training(o.weight);
 }
 
 void Engine::adopt_edits(std::span<const Operand> operands) {
   const std::lock_guard lock(mutex_);
   wait_for_host();
-  for (const Operand& o : operands) of(o).adopt_edits(o.weight);
+  for (const Operand& o : operands) adopt(o);
 }
 
 void Engine::export_state(int64_t index, const FullState& full) {
@@ -213,6 +212,12 @@ void Engine::import_state(int64_t index, const FullState& full, const ImportedCl
   parameter(index).import_state(full, clock);
 }
 
+void Engine::discard(int64_t index) {
+  const std::lock_guard lock(mutex_);
+  wait_for_host();
+  parameters_.at(static_cast<size_t>(index)).state.reset();
+}
+
 void Engine::set_clock(const Clock& clock) {
   const std::lock_guard lock(mutex_);
   clock_ = clock;
@@ -226,7 +231,7 @@ Report Engine::report() const {
 
 int64_t Engine::host_bytes() const {
   int64_t bytes = 0;
-  for (const Entry& entry : parameters_) bytes += entry.state->host_bytes();
+  for (const Entry& entry : parameters_) bytes += entry.state ? entry.state->host_bytes() : 0;
   return bytes;
 }
 

@@ -82,6 +82,9 @@ class Engine {
   void export_state(int64_t index, const FullState& full);
   void import_state(int64_t index, const FullState& full, const ImportedClock& clock);
 
+  // Frees the parameter's state; its index is not used again.
+  void discard(int64_t index);
+
   Clock clock() const { return clock_; }
   void set_clock(const Clock& clock);
   Report report() const;
@@ -94,6 +97,7 @@ class Engine {
   };
 
   Parameter& of(const Operand& operand) { return parameter(operand.parameter); }
+  void adopt(const Operand& operand);
   void prepare(std::span<const Operand> operands);
   double choose_columns(std::span<const Operand> operands, const StepPlan& plan);
   void apply_gradients(std::span<const Operand> operands, double coefficient);

@@ -77,7 +77,7 @@ void Parameter::initialise(const TensorView& weight) {
     slot_columns_.resize(static_cast<size_t>(shape_.columns));
     std::iota(slot_columns_.begin(), slot_columns_.end(), 0);
   } else {
-    device_ = std::exchange(lent_, {});
+    device_ = take_lent_block();
     std::fill_n(device_.exp_avg, shape_.count(), 0.0f);
     std::fill_n(device_.exp_avg_sq, shape_.count(), 0.0f);
   }
@@ -96,7 +96,7 @@ int64_t Parameter::select(const TensorView& weight, const std::vector<int32_t>& 
   std::vector<int32_t> before = this->selection(), leaving, joining;
   std::set_difference(before.begin(), before.end(), selection.begin(), selection.end(), std::back_inserter(leaving));
   std::set_difference(selection.begin(), selection.end(), before.begin(), before.end(), std::back_inserter(joining));
-  if (has_selection_ && before.size() == selection.size()) {
+  if (has_selection_ && !lent_) {
     hand_over(weight, leaving, joining);
   } else {
     repartition(weight, selection);
@@ -146,7 +146,7 @@ void Parameter::repartition(const TensorView& weight, const std::vector<int32_t>
     selected ? void(++i) : deferred.push_back(c);
   }
   HostArrays arrays = make_host_arrays(static_cast<int64_t>(deferred.size()));  // may throw: nothing has changed yet
-  const ColumnState old_device = std::exchange(device_, std::exchange(lent_, {})), old_host = host();
+  const ColumnState old_device = std::exchange(device_, take_lent_block()), old_host = host();
   const HostArrays old_arrays = std::exchange(arrays_, std::move(arrays));
   const std::vector<int32_t> old_columns = std::exchange(device_columns_, selection);
   const std::vector<int32_t> old_slots = std::exchange(slot_columns_, std::move(deferred));

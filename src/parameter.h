@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "host_job.h"
@@ -98,9 +99,11 @@ class Parameter {
   const Window& window() const { return window_; }
   std::vector<int32_t> selection() const;  // ascending
 
-  // Memory for the selected columns, taken over by the next initialise (not split), select or import.
+  // Memory for the selected columns, taken over by the next initialise (not split), select or import. Its width is how many columns
+  // the next selection takes; without a new block that stays as it is.
   void lend(const ColumnState& block) { lent_ = block; }
-  int64_t lent_width() const { return lent_.width; }
+  bool has_lent_block() const { return lent_.has_value(); }
+  int64_t next_width() const { return lent_ ? lent_->width : device_.width; }
 
   // Masters from the weight, moments zero, every column on its first side.
   void initialise(const TensorView& weight);
@@ -144,6 +147,7 @@ class Parameter {
   }
   char* lane(int64_t index) const;
 
+  ColumnState take_lent_block() { return std::exchange(lent_, std::nullopt).value_or(ColumnState()); }
   HostArrays make_host_arrays(int64_t slots) const;
   void repartition(const TensorView& weight, const std::vector<int32_t>& selection);
   void hand_over(const TensorView& weight, std::span<const int32_t> leaving, std::span<const int32_t> joining);
@@ -161,7 +165,8 @@ class Parameter {
   bool split_;
   bool initialised_ = false, has_selection_ = false, in_flight_ = false, shows_settled_ = false;
 
-  ColumnState device_, lent_;
+  ColumnState device_;
+  std::optional<ColumnState> lent_;
   std::vector<int32_t> device_columns_;  // column of each position in the block; empty if not split
   std::vector<int32_t> slot_columns_;    // column of each slot
   HostArrays arrays_;

@@ -104,8 +104,7 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
   arrays_ = std::move(arrays);
   device_columns_ = std::move(selected);
   slot_columns_ = std::move(deferred);
-  if (!split_ || !device_columns_.empty()) device_ = std::exchange(lent_, {});
-  else device_ = {};
+  device_ = take_lent_block();
   has_selection_ = split_ && clock.has_selection;
   steps_ = clock.steps;
   window_ = split_ ? clock.window : Window();

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory the optimizer's state takes, and whether the host has it. Allocates nothing."""
+
+from zenflow import _C
+from zenflow.settings import selected_count
+from zenflow.tensors import matrix_shape
+
+
+def lane_count(settings, stream):
+    """Lanes of gradients per parameter: the window's and those of steps whose update may still run, or one per uncommitted step."""
+    return (1 if stream else settings.update_interval) + settings.update_delay
+
+
+def host_bytes(p, split, topk_ratio, settings, stream):
+    """Bytes of host memory for p's deferred columns; gradients are taken to have p's dtype (docs/memory.md)."""
+    if not split:
+        return 0
+    rows, columns = matrix_shape(p.shape)
+    item = p.element_size()
+    fixed = 12 + 2 * item  # master, exp_avg, exp_avg_sq; last written and pending output
+    total = 4 if stream and settings.deferred_rule == "mean" else 0
+    deferred = rows * (columns - selected_count(topk_ratio, columns))
+    windowed = deferred * (fixed + total + lane_count(settings, stream) * item)
+    warm_up = rows * columns * (fixed + total + item) if settings.full_warm_up_rounds else 0
+    return max(windowed, warm_up)
+
+
+def device_bytes(p, split, topk_ratio):
+    """Bytes beside p for its selected columns, or all of it: master, exp_avg and exp_avg_sq."""
+    rows, columns = matrix_shape(p.shape)
+    return 12 * rows * (selected_count(topk_ratio, columns) if split else columns)
+
+
+def choose_host_buffer(wanted, parameters, settings):
+    """"ring" or "stream" for (p, split, topk_ratio) triples; raises MemoryError if it does not fit into what the host has left."""
+    available = _C.available_host_bytes()
+    beside = sum(device_bytes(*entry) for entry in parameters if entry[0].device.type == "cpu")
+    needed = {
+        name: beside + sum(host_bytes(*entry, settings, name == "stream") for entry in parameters)
+        for name in (("ring", "stream") if wanted == "auto" else (wanted,))
+    }
+    for name, size in needed.items():
+        if size <= available:
+            return name
+    name, size = min(needed.items(), key=lambda item: item[1])
+    knobs = ["raise topk_ratio", "keep large parameters whole with split=False", "use bfloat16 parameters"]
+    if name == "ring":
+        knobs.insert(0, 'set host_buffer="stream"')
+        knobs.insert(1, "lower update_interval")
+    raise MemoryError(
+        f"the optimizer state needs {_gib(size)} of host memory (host_buffer={name!r}), but {_gib(available)} is "
+        f"available: {_gib(size - available)} short. To make it fit: {', or '.join(knobs)}; or free host memory"
+    )
+
+
+def _gib(size):
+    return f"{size / 2**30:.2f} GiB"

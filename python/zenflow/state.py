@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The canonical state: what a checkpoint holds, and how it goes to and from the native engine.
+
+Per parameter, full-shaped whatever the schedule, the host buffer and the step: `step`, `exp_avg`, `exp_avg_sq` as in torch.optim.AdamW,
+with every received gradient folded in; `master`; `last_written` and `pending_output` in the parameter's dtype (what it holds, and what
+the window in flight will write); `selected` (columns); `window` (the open window: count, sum of learning rates, product of decays, and
+the last gradient's lr, betas, eps, weight_decay); for `deferred_rule="mean"` also `window_sum` and `column_steps`. The schedule's scalars
+travel in every parameter group, under keys that begin with `zenflow_`.
+Not for: reading or writing files.
+"""
+
+import dataclasses
+
+import torch
+
+from zenflow.settings import UNSUPPORTED_OPTIONS
+from zenflow.tensors import addresses, same_bits
+
+FORMAT = 1
+PREFIX = "zenflow_"
+ADAMW_ONLY = {*UNSUPPORTED_OPTIONS, "decoupled_weight_decay"}
+NO_WINDOW = (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def export_parameter(engine, record, mean):
+    """The canonical tensors of one parameter, newly made on the CPU; shares nothing with the live state."""
+    shape, dtype = record.shape, record.dtype
+    tensors = {
+        "exp_avg": torch.empty(shape, dtype=torch.float32),
+        "exp_avg_sq": torch.empty(shape, dtype=torch.float32),
+        "master": torch.empty(shape, dtype=torch.float32),
+        "last_written": torch.empty(shape, dtype=dtype),
+        "pending_output": torch.empty(shape, dtype=dtype),
+        "selected": torch.empty(record.columns, dtype=torch.bool),
+        "window_sum": torch.empty(shape, dtype=torch.float32) if mean else None,
+        "column_steps": torch.empty(record.columns, dtype=torch.int32) if mean else None,
+    }
+    engine.export_state(record.index, addresses(tensors))
+    state = {"step": torch.tensor(float(engine.steps(record.index)))}
+    state |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    state["window"] = torch.tensor(engine.window(record.index), dtype=torch.float64)
+    return state
+
+
+def import_parameter(engine, record, p, state, *, mean, in_flight, has_selection):
+    """Takes over one parameter's canonical state, or torch.optim.AdamW's (exp_avg, exp_avg_sq, step): it owes nothing.
+
+    Memory for the selected columns must have been lent. The tensors are read, not kept.
+    """
+
+    def full(name, dtype, default):
+        value = state.get(name)
+        value = default if value is None else value
+        return None if value is None else value.detach().to("cpu", dtype).reshape(record.shape).contiguous()
+
+    live = p.detach()
+    steps = int(state["step"])
+    tensors = {
+        "exp_avg": full("exp_avg", torch.float32, None),
+        "exp_avg_sq": full("exp_avg_sq", torch.float32, None),
+        "master": full("master", torch.float32, live),
+        "last_written": full("last_written", record.dtype, live),
+        "pending_output": full("pending_output", record.dtype, state.get("last_written", live)),
+        "selected": selected_mask(state, record) if has_selection else torch.zeros(record.columns, dtype=torch.bool),
+        "window_sum": full("window_sum", torch.float32, None),
+        "column_steps": None,
+    }
+    if mean:
+        counts = state.get("column_steps", torch.full((record.columns,), steps))
+        tensors["column_steps"] = counts.detach().to("cpu", torch.int32).contiguous()
+    window = state.get("window")
+    window = NO_WINDOW if window is None else tuple(window.to(torch.float64).tolist())
+    engine.import_state(record.index, addresses(tensors), steps, has_selection, in_flight, window)
+
+
+def selected_mask(state, record):
+    """The selection of a canonical state as a bool tensor [columns]; none if it has none."""
+    mask = state.get("selected")
+    if mask is None or not record.split:
+        return torch.zeros(record.columns, dtype=torch.bool)
+    return mask.detach().to("cpu", torch.bool).contiguous()
+
+
+def follow_dtype(state, p):
+    """A canonical state for p's new dtype. Values that only rounding changed are no edit: they keep their fp32 master."""
+    state = dict(state)
+    for name in ("last_written", "pending_output"):
+        state[name] = state[name].to(p.dtype)
+    # Selected columns hold what their masters round to; where p is no edit it is made to.
+    unedited = same_bits(p.detach().cpu(), state["last_written"])
+    settled = selected_elements(state, p) & unedited
+    rounded = state["master"].to(p.dtype)
+    with torch.no_grad():
+        p.copy_(torch.where(settled, rounded, p.detach()))
+    for name in ("last_written", "pending_output"):
+        state[name] = torch.where(settled, rounded, state[name])
+    return state
+
+
+def selected_elements(state, p):
+    """`selected` as a bool tensor of p's shape."""
+    columns = state["selected"]
+    if p.dim() <= 3:
+        return columns.reshape(p.shape[-1:] if p.dim() else ()).expand(p.shape)
+    return columns.reshape(p.shape[1:]).expand(p.shape)
+
+
+def check_groups(groups, saved_groups):
+    """Raises torch's own errors for parameter groups that do not match."""
+    if len(groups) != len(saved_groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if any(len(g["params"]) != len(s["params"]) for g, s in zip(groups, saved_groups, strict=True)):
+        raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
+
+
+def check_states(states, name):
+    """Raises for states by parameter that do not fit; nothing has changed then."""
+    for p, state in states.items():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            if key not in state:
+                raise KeyError(f"the state of {name(p)} lacks {key!r}: it is not from AdamW or ZenFlowOptimizer")
+        for key in ("exp_avg", "exp_avg_sq", "master", "last_written"):
+            if key in state and state[key].shape != p.shape:
+                raise ValueError(
+                    f"the state of {name(p)} has {key} of shape {tuple(state[key].shape)}, "
+                    f"but the parameter has {tuple(p.shape)}"
+                )
+
+
+def merge_groups(groups, saved_groups):
+    """The loaded groups around the live parameters. What decides the layout, topk_ratio and split, is the constructor's."""
+    merged = []
+    for group, saved in zip(groups, saved_groups, strict=True):
+        new = {key: value for key, value in saved.items() if key not in ADAMW_ONLY}
+        new |= {key: group[key] for key in group if key not in new or key in ("params", "topk_ratio", "split")}
+        merged.append(new)
+    return merged
+
+
+def saved_settings(settings, scalars):
+    """The settings under which a checkpoint's open window was begun; `settings` themselves where they agree in what matters."""
+    if not scalars:
+        return settings
+    saved = {
+        "update_interval": int(scalars["update_interval"]),
+        "deferred_rule": "mean" if scalars["mean"] else "adamw",
+        "min_offload_numel": int(scalars["min_offload_numel"]),
+    }
+    if all(getattr(settings, name) == value for name, value in saved.items()):
+        return settings
+    return dataclasses.replace(
+        settings, **saved, update_delay=int(scalars["update_delay"]), select_interval=16 * saved["update_interval"]
+    )
+
+
+def saved_clock(states, scalars):
+    """(step, step in the window, last selection, next publication). AdamW's checkpoint counts as so many steps of warm-up."""
+    if scalars:
+        return tuple(int(scalars[name]) for name in ("step", "window_step", "last_selection", "publish_at"))
+    return (max((int(state["step"]) for state in states.values()), default=0), 0, 0, 0)
+
+
+def schedule_scalars(settings, clock):
+    """What travels in the saved parameter groups; plain numbers."""
+    step, window_step, last_selection, publish_at = clock
+    return {
+        PREFIX + "format": FORMAT,
+        PREFIX + "step": step,
+        PREFIX + "window_step": window_step,
+        PREFIX + "last_selection": last_selection,
+        PREFIX + "publish_at": publish_at,
+        PREFIX + "update_interval": settings.update_interval,
+        PREFIX + "update_delay": settings.update_delay,
+        PREFIX + "mean": settings.deferred_rule == "mean",
+        PREFIX + "min_offload_numel": settings.min_offload_numel,
+    }
+
+
+def take_scalars(groups):
+    """Removes the schedule's scalars from loaded parameter groups; returns those of the first, without the prefix."""
+    taken = [{key[len(PREFIX) :]: group.pop(key) for key in list(group) if key.startswith(PREFIX)} for group in groups]
+    scalars = taken[0] if taken else {}
+    if scalars.get("format", FORMAT) != FORMAT:
+        raise ValueError(
+            f"the checkpoint has ZenFlow format {scalars['format']}, this version reads {FORMAT}: update zenflow"
+        )
+    return scalars

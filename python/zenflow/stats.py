@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `ZenFlowOptimizer.stats()` returns."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """Sums over some steps.
+
+    Attributes:
+        steps: calls of step().
+        stall_seconds: time that step() waited for the host update.
+        host_update_seconds: time that the background thread worked.
+        d2h_bytes: deferred gradients packed for the host; they cross PCIe where parameters are on a GPU.
+        h2d_bytes: deferred weights written back.
+        handover_bytes: fp32 state of columns that changed sides, both ways.
+        nonfinite_norms: steps whose global gradient norm was not finite (clipping left them as they were).
+    """
+
+    steps: int = 0
+    stall_seconds: float = 0.0
+    host_update_seconds: float = 0.0
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    handover_bytes: int = 0
+    nonfinite_norms: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """A snapshot; nothing in it changes later.
+
+    Attributes:
+        total: since construction or loading; last_window: from the end of the window before to the end of the last one.
+        global_grad_norm: of the last step, where max_grad_norm is set; None else.
+        selection_overlap: share of the selected columns that the last selection kept; None before the second.
+        skipped_steps: steps that skip_nonfinite left out.
+        update_interval, update_delay: in force, in steps.
+        host_buffer: "ring" or "stream", as chosen at the first step; None before.
+        host_bytes: host memory held for deferred columns; device_bytes: memory held for selected and unsplit ones.
+        parameters, split_parameters: how many have state, and how many of them have deferred columns.
+    """
+
+    total: Counters
+    last_window: Counters
+    global_grad_norm: float | None
+    selection_overlap: float | None
+    skipped_steps: int
+    update_interval: int
+    update_delay: int
+    host_buffer: str | None
+    host_bytes: int
+    device_bytes: int
+    parameters: int
+    split_parameters: int
+
+
+def none_if_nan(value):
+    return None if math.isnan(value) else value

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where tensors become addresses: checks of parameters and gradients, and the rows that the native engine takes.
+
+Not for: deciding what a step does.
+"""
+
+import math
+
+import torch
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPE_NAMES = "float32, bfloat16 or float16"
+
+
+def matrix_shape(shape):
+    """(rows, columns) of a tensor's matrix view: 3-D [d0*d1, d2]; 4-D and more [d0, rest]; 0-D and 1-D [1, n]."""
+    split = (0, 0, 1, 2)[len(shape)] if len(shape) < 4 else 1
+    return math.prod(shape[:split]), math.prod(shape[split:])
+
+
+def check_parameter(p, name):
+    """Raises if p cannot be optimized here, whatever its gradients."""
+    if p.is_complex():
+        raise ValueError(f"{name} is complex ({p.dtype}): use torch.view_as_real(p), or torch.optim.AdamW for it")
+    if p.dtype not in DTYPE_CODES:
+        raise ValueError(f"{name} has dtype {p.dtype}: ZenFlow updates {_DTYPE_NAMES}; use torch.optim.AdamW for it")
+    if p.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {p.layout}: ZenFlow updates dense tensors; use torch.optim.SparseAdam")
+    if p.device.type not in ("cpu", "meta"):
+        raise RuntimeError(f"{name} is on {p.device}: this version updates CPU parameters only")
+
+
+def check_step(p, gradient, name):
+    """Raises if this step's gradient cannot be applied to p. Nothing has changed then."""
+    check_parameter(p, name)
+    if p.device.type == "meta" or gradient.device.type == "meta":
+        raise RuntimeError(f"{name} is a meta tensor without data: materialise the model before step()")
+    if gradient.is_sparse or gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"{name} has a sparse gradient ({gradient.layout}): ZenFlow does not support sparse gradients; "
+            "use sparse=False in the embedding, or torch.optim.SparseAdam for this parameter"
+        )
+    if gradient.dtype not in DTYPE_CODES:
+        raise RuntimeError(f"{name} has a gradient of dtype {gradient.dtype}: ZenFlow takes {_DTYPE_NAMES}")
+    if gradient.device != p.device:
+        raise RuntimeError(f"{name} is on {p.device} but its gradient is on {gradient.device}: move one of them")
+    if gradient.shape != p.shape:
+        raise RuntimeError(f"{name} has shape {tuple(p.shape)} but its gradient {tuple(gradient.shape)}")
+
+
+def check_weight(p, record, name):
+    """Raises if p is no longer the tensor that its state was made for; dtypes are followed before."""
+    if p.shape != record.shape or p.dtype is not record.dtype or not p.is_cpu:
+        raise RuntimeError(
+            f"{name(p)} had shape {tuple(record.shape)}, {record.dtype} on cpu when its state was made, and now has "
+            f"{tuple(p.shape)}, {p.dtype} on {p.device}: change it back, or make a new optimizer"
+        )
+
+
+def all_finite(gradients):
+    """Whether no gradient holds an Inf or NaN."""
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def is_plain(p, gradient):
+    """Whether check_step has nothing to find; a few attribute reads, for the step's inner loop."""
+    return (
+        gradient.dtype in DTYPE_CODES
+        and p.dtype in DTYPE_CODES
+        and gradient.layout is torch.strided
+        and gradient.is_cpu
+        and p.is_cpu
+        and gradient.shape == p.shape
+    )
+
+
+def strides_of(tensor):
+    """None for a contiguous tensor, else its strides in elements."""
+    return None if tensor.is_contiguous() else tensor.stride()
+
+
+def addresses(tensors):
+    """Data pointers of contiguous CPU tensors by name; 0 for None."""
+    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def same_bits(a, b):
+    """Elementwise: equal bit patterns; any NaN equals any NaN."""
+    integer = torch.int32 if a.element_size() == 4 else torch.int16
+    return (a.contiguous().view(integer) == b.contiguous().view(integer)) | (a.isnan() & b.isnan())
+
+
+try:
+    torch.autograd.graph.increment_version([])
+    _increment_versions = torch.autograd.graph.increment_version
+except (TypeError, IndexError):  # torch before 2.5 takes one tensor at a time
+
+    def _increment_versions(tensors):
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+class Record:
+    """What the optimizer remembers of one parameter: its place in the engine, the memory lent to it, its last known state."""
+
+    __slots__ = ("address", "block", "columns", "dtype", "index", "retiring", "rows", "shape", "split", "state", "strides", "version")
+
+    def __init__(self, index, p, split, state):
+        self.index = index
+        self.split = split
+        self.shape = p.shape
+        self.dtype = p.dtype
+        self.rows, self.columns = matrix_shape(p.shape)
+        self.state = state  # optimizer.state[p]
+        self.block = None  # (master, exp_avg, exp_avg_sq) of the selected columns, [rows, width] fp32
+        self.retiring = None  # the block before, which the engine may still use
+        self.address = self.version = self.strides = None
+
+    def weight_row(self, p):
+        """(index, address, strides, suspect): suspect if version or storage changed since remember()."""
+        address, strides = p.data_ptr(), strides_of(p)
+        suspect = p._version != self.version or address != self.address or strides != self.strides
+        return (self.index, address, strides, suspect)
+
+    def remember(self, p):
+        """Takes p's version and storage as of our own last write."""
+        self.version, self.address, self.strides = p._version, p.data_ptr(), strides_of(p)
+
+
+def mark_written(parameters, records):
+    """Bumps the version counters of parameters that the engine wrote, as any in-place operation does, and remembers them."""
+    _increment_versions(parameters)
+    for p in parameters:
+        records[p].remember(p)

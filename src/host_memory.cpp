@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "host_memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace zenflow {
+namespace {
+
+constexpr int64_t kAlignment = 64;              // a cache line, and an AVX-512 vector
+constexpr int64_t kMapFrom = int64_t{2} << 20;  // one huge page
+
+std::atomic<int64_t> held{0};
+
+int64_t rounded_up(int64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+void* map(int64_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) return nullptr;
+  madvise(data, bytes, MADV_HUGEPAGE);  // a wish: small pages work too
+  return data;
+}
+
+void* allocate(int64_t bytes) {
+  void* data = std::aligned_alloc(kAlignment, rounded_up(bytes));
+  if (data != nullptr) std::memset(data, 0, bytes);
+  return data;
+}
+
+}  // namespace
+
+HostArray::HostArray(int64_t bytes) {
+  if (bytes < 0)
+    throw std::invalid_argument("zenflow: a host array cannot have " + std::to_string(bytes) + " bytes");
+  if (bytes == 0) return;
+  data_ = bytes >= kMapFrom ? map(bytes) : allocate(bytes);
+  if (data_ == nullptr) {
+    throw HostMemoryError("zenflow: cannot allocate " + std::to_string(bytes) + " bytes of host memory (" +
+                          std::strerror(errno) + "); " + std::to_string(held) + " bytes are held already");
+  }
+  bytes_ = bytes;
+  held += bytes;
+}
+
+HostArray::~HostArray() {
+  if (data_ == nullptr) return;
+  held -= bytes_;
+  if (bytes_ >= kMapFrom) {
+    munmap(data_, bytes_);
+  } else {
+    std::free(data_);
+  }
+}
+
+HostArray::HostArray(HostArray&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+HostArray& HostArray::operator=(HostArray&& other) noexcept {
+  HostArray old(std::move(other));
+  std::swap(data_, old.data_);
+  std::swap(bytes_, old.bytes_);
+  return *this;
+}
+
+void HostArray::first_touch(ThreadPool& pool, int64_t element_bytes, int64_t grain) {
+  if (element_bytes < 1) {
+    throw std::invalid_argument("zenflow: first_touch needs element_bytes >= 1, got " +
+                                std::to_string(element_bytes));
+  }
+  const int64_t elements = bytes_ / element_bytes + (bytes_ % element_bytes != 0);
+  pool.parallel_for(elements, grain, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * element_bytes, last = std::min(end * element_bytes, bytes_);
+    std::memset(static_cast<char*>(data_) + first, 0, last - first);
+  });
+}
+
+int64_t HostArray::host_bytes_held() {
+  return held;
+}
+
+}  // namespace zenflow
