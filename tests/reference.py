@@ -172,9 +172,11 @@ class ReferenceZenFlow:
     ):
         params = list(params)
         groups = params if isinstance(params[0], dict) else [{"params": params}]
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        defaults |= {"topk_ratio": topk_ratio, "split": True}
-        self.param_groups = [defaults | group | {"params": list(group["params"])} for group in groups]
+        self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.defaults |= {"maximize": maximize, "topk_ratio": topk_ratio, "split": True}
+        self.param_groups = []
+        for group in groups:
+            self.add_param_group(group)
         self.update_interval = update_interval
         self.select_interval = 16 * update_interval if select_interval is None else select_interval
         self.update_delay = update_delay
@@ -190,6 +192,9 @@ class ReferenceZenFlow:
         self.due = None  # number of the step that makes the update in flight visible
 
     # What users call
+
+    def add_param_group(self, group):
+        self.param_groups.append(self.defaults | group | {"params": list(group["params"])})
 
     @torch.no_grad()
     def step(self, closure=None):
