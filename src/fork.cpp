@@ -43,6 +43,15 @@ Registry& registry() {
   return *only;
 }
 
+// An updater that has just appeared may have a job in flight that needs a pool which we hold.
+void release_pools(Registry& r) {
+  std::erase_if(r.held, [](const auto& member) {
+    if (member->rank != ForkMember::Rank::kPool) return false;
+    member->release();
+    return true;
+  });
+}
+
 // Called and left with `list` locked. It is open while we wait, since a job in flight may create and
 // drop pools; what appears meanwhile is held in its turn.
 void hold_members(Registry& r) {
@@ -51,6 +60,7 @@ void hold_members(Registry& r) {
                                    [&](const auto& member) { return !contains(r.held, member); });
     if (next == r.members.end()) return;
     const std::shared_ptr<ForkMember> member = *next;
+    if (member->rank == ForkMember::Rank::kUpdater) release_pools(r);
     r.list.unlock();
     member->hold();
     r.list.lock();
