@@ -53,7 +53,7 @@ core-tests-%: $(STAMPS)/requirements
 	ctest --test-dir build/core-tests-$* --output-on-failure
 
 python-tests: $(STAMPS)/build
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
 
 demo: $(STAMPS)/demo
 	$(BIN)/python examples/finetune.py $(DEMO)

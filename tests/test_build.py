@@ -183,6 +183,61 @@ def test_broken_nvcc_is_an_error_where_cuda_was_asked_for(tmp_path):
     assert "unsupported host compiler" in output
 
 
+CALLS_WITHOUT_CUDA = """
+#include <cstdio>
+#include <exception>
+#include "cuda/column_norms.h"
+#include "cuda/cuda_info.h"
+int main() {
+  const zenflow::Stream stream = zenflow::Stream::from_handle(0);
+  using Error = std::exception;
+  try { zenflow::column_norms({}, nullptr, nullptr, stream); } catch (const Error& e) { puts(e.what()); }
+  try { zenflow::column_norms_scratch(1, 1); } catch (const Error& e) { puts(e.what()); }
+  try { stream.synchronize(); } catch (const Error& e) { puts(e.what()); }
+  return zenflow::cuda_info().built;
+}
+"""
+
+
+def compile_options():
+    return ["-std=c++17", f"-I{ROOT}", f"-I{ROOT / 'src'}", '-DZENFLOW_CUDA_REASON="nvcc not found"']
+
+
+def test_without_cuda_the_same_symbols_say_what_to_do(tmp_path):
+    (tmp_path / "calls.cpp").write_text(CALLS_WITHOUT_CUDA)
+    no_cuda = ROOT / "cuda" / "no_cuda.cpp"
+    run("c++", *compile_options(), tmp_path / "calls.cpp", no_cuda, "-o", tmp_path / "calls")
+    messages = run(tmp_path / "calls").stdout.splitlines()
+    assert len(messages) == 3
+    for message in messages:
+        assert "needs CUDA, but zenflow was built without it: nvcc not found" in message
+        assert "Rebuild with CUDACXX" in message
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, to compare with what it builds")
+def test_no_cuda_has_every_symbol(tmp_path):
+    def symbols(source):
+        compiler = ["nvcc", "-arch=sm_80"] if source.suffix == ".cu" else ["c++"]
+        run(*compiler, *compile_options(), "-c", source, "-o", tmp_path / "object.o")
+        lines = run("nm", "-C", "--defined-only", tmp_path / "object.o").stdout.splitlines()
+        return {
+            line[19:] for line in lines if line[17:].startswith("T zenflow::") and "(anonymous" not in line
+        }
+
+    with_cuda = set().union(*map(symbols, sorted((ROOT / "cuda").glob("*.cu"))))
+    assert any("column_norms(" in symbol for symbol in with_cuda)
+    assert symbols(ROOT / "cuda" / "no_cuda.cpp") == with_cuda
+
+
+@pytest.mark.parametrize("argument", ["0", "nullptr", "NULL"])
+def test_a_stream_is_not_made_from_a_literal_zero(argument, tmp_path):
+    source = tmp_path / "stream.cpp"
+    source.write_text(f'#include "cuda/stream.h"\nzenflow::Stream stream({argument});\n')
+    done = run("c++", *compile_options(), "-fsyntax-only", source, check=False)
+    assert done.returncode != 0
+    assert "deleted" in done.stderr or "ambiguous" in done.stderr
+
+
 def test_layers():
     run(ROOT / "tests" / "check_layers.sh")
 
