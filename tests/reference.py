@@ -64,7 +64,8 @@ def move(w, m, v, counts, last, lr_sum, keep, lookahead):
     ahead = per_column(lambda t: lookahead * last.lr / (1 - last.beta1**t))
     decay = fp32(1 - keep)
 
-    q = m / fma(root, v.sqrt(), fp32(last.eps))
+    # fp64 and one rounding give IEEE's fp32 root and quotient; torch's own fp32 sqrt may be off by one ulp.
+    q = (m.double() / fma(root, v.double().sqrt().float(), fp32(last.eps)).double()).float()
     decayed = decay * w if decay != 0 else torch.zeros_like(w)
     moved = torch.where((step == 0) & (decay == 0), w, w - fma(step, q, decayed))
     return moved, torch.where(ahead == 0, moved, fma(-ahead, q, moved))
