@@ -70,8 +70,7 @@ class HostUpdater::Impl : public ForkMember {
   void rethrow_error() const {
     if (error_) std::rethrow_exception(error_);
   }
-
-  void serve(Desk& desk);
+  void serve(Desk& desk);  // these two lock it themselves where they must
   std::exception_ptr run(Work work);
 
   Ticket issued_ = 0;
@@ -149,7 +148,6 @@ HostUpdater::Ticket HostUpdater::Impl::submit(Work work) {
   Lock lock(desk.mutex);
   desk.idle.wait(lock, [&] { return !desk.stopping; });
   rethrow_error();
-
   const bool background = start(desk);
   desk.queue.push_back(std::move(work));
   const Ticket ticket = ++issued_;
