@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command each, on a fresh machine too: `make test`, `make demo`. Steps are remembered in .venv/stamps and
-# redone when their inputs change. Settings: PYTHON (3.10 or newer), JOBS, WERROR (ON in CI), PYTEST and DEMO
+# redone when their inputs change. Settings: PYTHON (3.11 or newer), JOBS, WERROR (ON in CI), PYTEST and DEMO
 # (arguments for pytest and for examples/finetune.py).
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
@@ -12,8 +12,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # pip-installed cmake and ninja come first, so that a build here does not depend on the machine's.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-native_sources := $(wildcard src/*.cpp src/*.h cuda/*.cu cuda/*.cpp cuda/*.h cmake/*) CMakeLists.txt setup.py pyproject.toml
-cpp_files = $(wildcard src/*.cpp src/*.h cuda/*.cu cuda/*.cpp cuda/*.h tests/cpp/*.cpp tests/cpp/*.h)
+native_sources := $(wildcard src/*.cpp src/*.h cuda/*.cu cuda/*.cpp cuda/*.h)
+cpp_files := $(native_sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
+build_files := CMakeLists.txt cmake/cuda.cmake setup.py pyproject.toml
 
 .PHONY: build test lint core-tests python-tests demo format clean
 .DELETE_ON_ERROR:
@@ -23,8 +24,9 @@ build: $(STAMPS)/build
 test: lint core-tests python-tests
 
 $(STAMPS)/venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "zenflow needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Run: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make needs Python 3.11 or newer (zenflow itself 3.10); '$(PYTHON)' is: $$($(PYTHON) -V 2>&1)." >&2; \
+	    echo "Name another one: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: install it, then run make clean" >&2; exit 1; }
 	@mkdir -p $(STAMPS) && touch $@
 
@@ -32,8 +34,9 @@ $(STAMPS)/requirements: requirements-test.txt $(STAMPS)/venv
 	$(PIP) -r requirements-test.txt
 	@touch $@
 
-$(STAMPS)/build: $(native_sources) $(STAMPS)/requirements
-	CMAKE_ARGS="-DZENFLOW_WERROR=$(WERROR) $(CMAKE_ARGS)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps --editable .
+$(STAMPS)/build: $(native_sources) $(build_files) $(STAMPS)/requirements
+	CMAKE_ARGS="-DZENFLOW_WERROR=$(WERROR) $(CMAKE_ARGS)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  $(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 lint: $(STAMPS)/requirements
@@ -47,8 +50,8 @@ core-tests: core-tests-none core-tests-address core-tests-thread
 
 core-tests-%: $(STAMPS)/requirements
 	@mkdir -p build
-	@cmake -S tests/cpp -B build/core-tests-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DZENFLOW_SANITIZE=$* \
-	  > build/core-tests-$*.log 2>&1 || { cat build/core-tests-$*.log; exit 1; }
+	@cmake -S tests/cpp -B build/core-tests-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DZENFLOW_SANITIZE=$* > build/core-tests-$*.log 2>&1 || { cat build/core-tests-$*.log; exit 1; }
 	cmake --build build/core-tests-$* --parallel $(JOBS)
 	ctest --test-dir build/core-tests-$* --output-on-failure
 
