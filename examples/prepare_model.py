@@ -29,7 +29,7 @@ class PrepareError(Exception):
 
 def default_folder():
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) / "zenflow" if cache else HERE / "models") / NAME
+    return (Path(cache) / "zenflow" if cache else HERE / ".cache") / NAME
 
 
 def is_prepared(folder):

@@ -15,9 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 for package in ("matplotlib", "rich"):
-    pytest.importorskip(
-        package, reason=f"the examples need {package}: pip install -r examples/requirements.txt"
-    )
+    pytest.importorskip(package, reason=f"the examples need {package}: pip install -r examples/requirements.txt")
 transformers = pytest.importorskip("transformers", reason="the examples need transformers")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -26,9 +24,7 @@ import finetune  # noqa: E402
 import prepare_model  # noqa: E402
 from _files import whole_folder  # noqa: E402
 
-needs_zenflow = pytest.mark.skipif(
-    finetune.ZenFlowOptimizer is None, reason="zenflow is not installed: pip install ."
-)
+needs_zenflow = pytest.mark.skipif(finetune.ZenFlowOptimizer is None, reason="zenflow is not installed: pip install .")
 FEW_STEPS = ["--steps", "16", "--sequence-length", "32", "--eval-batches", "4", "--lr", "3e-3"]
 SPLIT = ["--min-offload-numel", "0"]  # else nothing of so small a model is split
 
@@ -106,8 +102,7 @@ def check_run(result, steps=16):
     for name in ("training_loss", "step_seconds", "optimizer_seconds"):
         assert len(result[name]) == steps
     assert all(
-        0 < part < whole
-        for part, whole in zip(result["optimizer_seconds"], result["step_seconds"], strict=True)
+        0 < part < whole for part, whole in zip(result["optimizer_seconds"], result["step_seconds"], strict=True)
     )
     assert [step for step, _ in result["validation_loss"]] == [0, 4, 8, 12, 16]
     (_, before), *_, (_, after) = result["validation_loss"]
@@ -219,16 +214,12 @@ def test_unusable_text(model, tmp_path, content, says):
     path = tmp_path / "given.txt"
     if content is not None:
         path.write_bytes(content)
-    one_line(
-        run("--optimizer", "adamw", "--model", model, "--data", path, "--output", tmp_path / "out"), says
-    )
+    one_line(run("--optimizer", "adamw", "--model", model, "--data", path, "--output", tmp_path / "out"), says)
     assert not (tmp_path / "out").exists()
 
 
 def test_folder_as_text(model, tmp_path):
-    one_line(
-        run("--optimizer", "adamw", "--model", model, "--data", tmp_path), "Is a directory; give a text file"
-    )
+    one_line(run("--optimizer", "adamw", "--model", model, "--data", tmp_path), "Is a directory; give a text file")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "no-such-owner/no-such-model", "/nowhere/at/all"])
@@ -263,9 +254,7 @@ def test_unusable_options(model, text, tmp_path, options, says):
 @needs_zenflow
 def test_unusable_knobs(model, text, tmp_path):
     common = ["--optimizer", "zenflow", "--model", model, "--data", text, "--output", tmp_path]
-    one_line(
-        run(*common, "--update-interval", "4", "--select-interval", "6"), "select_interval", "update_interval"
-    )
+    one_line(run(*common, "--update-interval", "4", "--select-interval", "6"), "select_interval", "update_interval")
     one_line(run(*common, "--topk-ratio", "plenty"), "topk_ratio", "plenty")
 
 
