@@ -82,8 +82,8 @@ void column_norms(const DeviceMatrix& gradient, float* scratch, float* norms, St
   const auto across = static_cast<unsigned>((gradient.columns + kThreads - 1) / kThreads);
   const auto down = static_cast<unsigned>(std::min(blocks, kMaxGridY));
   if (blocks > 0) {
-    launch(sum_blocks_of(gradient.dtype), Grid(dim3(across, down), kThreads), stream, gradient.data,
-           gradient.rows, gradient.columns, gradient.row_stride, scratch);
+    launch(sum_blocks_of(gradient.dtype), Grid(dim3(across, down), kThreads), stream, gradient.data, gradient.rows,
+           gradient.columns, gradient.row_stride, scratch);
   }
   launch(add_blocks, Grid(across, kThreads), stream, scratch, blocks, gradient.columns, norms);
 }

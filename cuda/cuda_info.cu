@@ -12,8 +12,8 @@ CudaInfo cuda_info() {
   // somebody's next check.
   if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
   (void)cudaGetLastError();
-  return {true, ZENFLOW_CUDA_REASON,
-          std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10), devices};
+  return {true, ZENFLOW_CUDA_REASON, std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10),
+          devices};
 }
 
 }  // namespace zenflow

@@ -12,9 +12,9 @@ namespace zenflow {
 namespace {
 
 [[noreturn]] void refuse(const char* what) {
-  throw std::runtime_error(
-      std::string(what) + " needs CUDA, but zenflow was built without it: " ZENFLOW_CUDA_REASON
-                          ". Rebuild with CUDACXX naming a working nvcc, or keep the parameters on the CPU.");
+  throw std::runtime_error(std::string(what) +
+                           " needs CUDA, but zenflow was built without it: " ZENFLOW_CUDA_REASON
+                           ". Rebuild with CUDACXX naming a working nvcc, or keep the parameters on the CPU.");
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The AdamW rule of docs/arithmetic.md: the one place where it stands, for scalar, SIMD and device code.
 //
-// F is `float` or a vector of floats with +, -, *, /, fma, sqrt and a constructor from float; each operation is IEEE fp32, so every F
-// gives the same bits. Files that include this are compiled with contraction off. Coefficients are made in double, once per update.
+// F is `float` or a vector of floats with +, -, *, /, fma, sqrt and a constructor from float; each operation is IEEE
+// fp32, so every F gives the same bits. Files that include this are compiled with contraction off. Coefficients are
+// made in double, once per update.
 #pragma once
 
 #include <cmath>
@@ -18,11 +19,19 @@
 namespace zenflow {
 
 #ifdef __CUDA_ARCH__
-ZENFLOW_INLINE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-ZENFLOW_INLINE float sqrt(float a) { return __fsqrt_rn(a); }
+ZENFLOW_INLINE float fma(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+ZENFLOW_INLINE float sqrt(float a) {
+  return __fsqrt_rn(a);
+}
 #else
-ZENFLOW_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-ZENFLOW_INLINE float sqrt(float a) { return __builtin_sqrtf(a); }
+ZENFLOW_INLINE float fma(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+ZENFLOW_INLINE float sqrt(float a) {
+  return __builtin_sqrtf(a);
+}
 #endif
 
 // What a gradient carries: the settings of its step, by value.
@@ -35,19 +44,20 @@ struct Fold {
   float scale, keep1, take1, keep2, take2;
 };
 
-// How the weight moves once the moments hold every gradient. `moves` is false when neither lr nor decay can change a weight.
+// How the weight moves once the moments hold every gradient. `moves` is false when neither lr nor decay can change a
+// weight.
 struct AdamStep {
   float step, root, eps, decay, ahead;
   bool moves;
 };
 
 inline Fold make_fold(const Hyper& h, double scale) {
-  return {static_cast<float>(scale), static_cast<float>(h.beta1), static_cast<float>(1.0 - h.beta1), static_cast<float>(h.beta2),
-          static_cast<float>(1.0 - h.beta2)};
+  return {static_cast<float>(scale), static_cast<float>(h.beta1), static_cast<float>(1.0 - h.beta1),
+          static_cast<float>(h.beta2), static_cast<float>(1.0 - h.beta2)};
 }
 
-// lr_sum and keep are the window's sum of learning rates and product of (1 - lr * weight_decay); h is the last gradient's; t counts the
-// updates of the moments; lookahead is in steps.
+// lr_sum and keep are the window's sum of learning rates and product of (1 - lr * weight_decay); h is the last
+// gradient's; t counts the updates of the moments; lookahead is in steps.
 inline AdamStep make_adam_step(const Hyper& h, double lr_sum, double keep, int64_t t, double lookahead) {
   const double correction1 = 1.0 - std::pow(h.beta1, static_cast<double>(t));
   const double correction2 = 1.0 - std::pow(h.beta2, static_cast<double>(t));

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only file that knows Python: converts, releases the GIL, calls. No logic.
 //
-// Tensors cross as address, dtype code and strides (None: contiguous); python/zenflow/tensors.py makes these and nobody else does.
+// Tensors cross as address, dtype code and strides (None: contiguous); python/zenflow/tensors.py makes these and nobody
+// else does.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -28,7 +29,8 @@ std::vector<int64_t> strides_of(const py::handle& value) {
   return value.is_none() ? std::vector<int64_t>() : value.cast<std::vector<int64_t>>();
 }
 
-// (index, weight, strides, suspect, gradient or 0, dtype, strides, group); groups: (lr, beta1, beta2, eps, weight_decay, maximize)
+// (index, weight, strides, suspect, gradient or 0, dtype, strides, group); groups: (lr, beta1, beta2, eps,
+// weight_decay, maximize)
 std::vector<Operand> operands_of(const Engine& engine, const py::list& rows, const py::list& groups) {
   std::vector<Operand> operands;
   operands.reserve(rows.size());
@@ -51,14 +53,15 @@ std::vector<Operand> operands_of(const Engine& engine, const py::list& rows, con
 }
 
 FullState full_state_of(const py::dict& a) {
-  return {address<float>(a["exp_avg"]),      address<float>(a["exp_avg_sq"]), address<float>(a["master"]),
-          address<void>(a["last_written"]),  address<void>(a["pending_output"]), address<bool>(a["selected"]),
-          address<float>(a["window_sum"]),   address<int32_t>(a["column_steps"])};
+  return {address<float>(a["exp_avg"]),     address<float>(a["exp_avg_sq"]),    address<float>(a["master"]),
+          address<void>(a["last_written"]), address<void>(a["pending_output"]), address<bool>(a["selected"]),
+          address<float>(a["window_sum"]),  address<int32_t>(a["column_steps"])};
 }
 
 // [count, lr_sum, keep, lr, beta1, beta2, eps, weight_decay]
 py::tuple window_tuple(const Window& w) {
-  return py::make_tuple(w.count, w.lr_sum, w.keep, w.last.lr, w.last.beta1, w.last.beta2, w.last.eps, w.last.weight_decay);
+  return py::make_tuple(w.count, w.lr_sum, w.keep, w.last.lr, w.last.beta1, w.last.beta2, w.last.eps,
+                        w.last.weight_decay);
 }
 
 Window window_of(const std::array<double, 8>& w) {
@@ -66,8 +69,9 @@ Window window_of(const std::array<double, 8>& w) {
 }
 
 py::dict counters_dict(const Counters& c) {
-  return py::dict("steps"_a = c.steps, "stall_seconds"_a = c.stall_seconds, "host_update_seconds"_a = c.host_update_seconds,
-                  "d2h_bytes"_a = c.d2h_bytes, "h2d_bytes"_a = c.h2d_bytes, "handover_bytes"_a = c.handover_bytes,
+  return py::dict("steps"_a = c.steps, "stall_seconds"_a = c.stall_seconds,
+                  "host_update_seconds"_a = c.host_update_seconds, "d2h_bytes"_a = c.d2h_bytes,
+                  "h2d_bytes"_a = c.h2d_bytes, "handover_bytes"_a = c.handover_bytes,
                   "nonfinite_norms"_a = c.nonfinite_norms);
 }
 
@@ -77,12 +81,12 @@ py::dict config_dict() {
   const HostCores cores = host_cores(0, 0.5);
   return py::dict("version"_a = build.version, "isa"_a = active_kernels().name, "isa_available"_a = available_isas(),
                   "compiler"_a = build.compiler, "cuda_built"_a = cuda.built, "cuda_reason"_a = cuda.reason,
-                  "cuda_runtime"_a = cuda.runtime, "cuda_devices"_a = cuda.devices, "cpus"_a = cores.cpus, "threads"_a = cores.threads,
-                  "host_memory"_a = available_host_bytes());
+                  "cuda_runtime"_a = cuda.runtime, "cuda_devices"_a = cuda.devices, "cpus"_a = cores.cpus,
+                  "threads"_a = cores.threads, "host_memory"_a = available_host_bytes());
 }
 
-std::unique_ptr<Engine> make_engine(bool mean, bool stream, int64_t update_interval, int64_t update_delay, double lookahead,
-                                    int num_threads, double reserved_share, bool pin_threads) {
+std::unique_ptr<Engine> make_engine(bool mean, bool stream, int64_t update_interval, int64_t update_delay,
+                                    double lookahead, int num_threads, double reserved_share, bool pin_threads) {
   const HostCores host = host_cores(num_threads, reserved_share);
   const HostCores caller = host_cores(num_threads, 0.0);
   return std::make_unique<Engine>(Settings{mean, stream, update_interval, update_delay, lookahead}, host.threads,
@@ -107,37 +111,40 @@ PYBIND11_MODULE(_C, m) {
   m.def("shutdown", &shutdown_all, py::call_guard<py::gil_scoped_release>());
 
   py::class_<Engine>(m, "Engine")
-      .def(py::init(&make_engine), py::kw_only(), "mean"_a, "stream"_a, "update_interval"_a, "update_delay"_a, "lookahead"_a,
-           "num_threads"_a, "reserved_share"_a, "pin_threads"_a)
-      .def("add", [](Engine& e, std::vector<int64_t> sizes, int dtype, bool split) {
-        return e.add(std::move(sizes), static_cast<DType>(dtype), split);
-      })
-      .def("lend", [](Engine& e, int64_t index, uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, int64_t width) {
-        e.parameter(index).lend({reinterpret_cast<float*>(master), reinterpret_cast<float*>(exp_avg),
-                                 reinterpret_cast<float*>(exp_avg_sq), width});
-      })
-      .def("commit", [](Engine& e, const py::list& rows, const py::list& groups, bool warm_up, bool selects, bool ends_window,
-                        double max_grad_norm) {
-        const std::vector<Operand> operands = operands_of(e, rows, groups);
-        const py::gil_scoped_release release;
-        e.commit(operands, {warm_up, selects, ends_window, max_grad_norm});
-      })
+      .def(py::init(&make_engine), py::kw_only(), "mean"_a, "stream"_a, "update_interval"_a, "update_delay"_a,
+           "lookahead"_a, "num_threads"_a, "reserved_share"_a, "pin_threads"_a)
+      .def("add", [](Engine& e, std::vector<int64_t> sizes, int dtype,
+                     bool split) { return e.add(std::move(sizes), static_cast<DType>(dtype), split); })
+      .def("lend",
+           [](Engine& e, int64_t index, uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, int64_t width) {
+             e.parameter(index).lend({reinterpret_cast<float*>(master), reinterpret_cast<float*>(exp_avg),
+                                      reinterpret_cast<float*>(exp_avg_sq), width});
+           })
+      .def("commit",
+           [](Engine& e, const py::list& rows, const py::list& groups, bool warm_up, bool selects, bool ends_window,
+              double max_grad_norm) {
+             const std::vector<Operand> operands = operands_of(e, rows, groups);
+             const py::gil_scoped_release release;
+             e.commit(operands, {warm_up, selects, ends_window, max_grad_norm});
+           })
       .def("synchronize", &on_weights<&Engine::synchronize>)
       .def("flush", &on_weights<&Engine::flush>)
       .def("show_settled", &on_weights<&Engine::show_settled>)
       .def("show_training", &on_weights<&Engine::show_training>)
       .def("adopt_edits", &on_weights<&Engine::adopt_edits>)
-      .def("export_state", [](Engine& e, int64_t index, const py::dict& tensors) {
-        const FullState full = full_state_of(tensors);
-        const py::gil_scoped_release release;
-        e.export_state(index, full);
-      })
-      .def("import_state", [](Engine& e, int64_t index, const py::dict& tensors, int64_t steps, bool has_selection, bool in_flight,
-                              const std::array<double, 8>& window) {
-        const FullState full = full_state_of(tensors);
-        const py::gil_scoped_release release;
-        e.import_state(index, full, {steps, has_selection, in_flight, window_of(window)});
-      })
+      .def("export_state",
+           [](Engine& e, int64_t index, const py::dict& tensors) {
+             const FullState full = full_state_of(tensors);
+             const py::gil_scoped_release release;
+             e.export_state(index, full);
+           })
+      .def("import_state",
+           [](Engine& e, int64_t index, const py::dict& tensors, int64_t steps, bool has_selection, bool in_flight,
+              const std::array<double, 8>& window) {
+             const FullState full = full_state_of(tensors);
+             const py::gil_scoped_release release;
+             e.import_state(index, full, {steps, has_selection, in_flight, window_of(window)});
+           })
       .def("window", [](Engine& e, int64_t index) { return window_tuple(e.parameter(index).window()); })
       .def("discard", &Engine::discard, py::call_guard<py::gil_scoped_release>())
       .def("has_lent_block", [](Engine& e, int64_t index) { return e.parameter(index).has_lent_block(); })
@@ -145,13 +152,13 @@ PYBIND11_MODULE(_C, m) {
       .def("steps", [](Engine& e, int64_t index) { return e.parameter(index).steps(); })
       .def("has_selection", [](Engine& e, int64_t index) { return e.parameter(index).has_selection(); })
       .def("selection", [](Engine& e, int64_t index) { return e.parameter(index).selection(); })
-      .def_property_readonly("clock", [](const Engine& e) {
-        const Clock c = e.clock();
-        return py::make_tuple(c.step, c.window_step, c.last_selection, c.publish_at);
-      })
-      .def("set_clock", [](Engine& e, int64_t step, int64_t window_step, int64_t last_selection, int64_t publish_at) {
-        e.set_clock({step, window_step, last_selection, publish_at});
-      })
+      .def_property_readonly("clock",
+                             [](const Engine& e) {
+                               const Clock c = e.clock();
+                               return py::make_tuple(c.step, c.window_step, c.last_selection, c.publish_at);
+                             })
+      .def("set_clock", [](Engine& e, int64_t step, int64_t window_step, int64_t last_selection,
+                           int64_t publish_at) { e.set_clock({step, window_step, last_selection, publish_at}); })
       .def_property_readonly("host_bytes", &Engine::host_bytes)
       .def("report", [](const Engine& e) {
         const Report r = e.report();

@@ -23,7 +23,8 @@ void column_norms(const TensorView& gradient, const Kernels& kernels, ThreadPool
     for (int64_t block = begin; block < end; ++block) {
       const int64_t stop = std::min(shape.rows, (block + 1) * kNormRows);
       for (int64_t r = block * kNormRows; r < stop; ++r) {
-        kernels.add_squares(gradient.row(r, staging.data()), gradient.dtype(), shape.columns, partial + block * shape.columns);
+        kernels.add_squares(gradient.row(r, staging.data()), gradient.dtype(), shape.columns,
+                            partial + block * shape.columns);
       }
     }
   });
@@ -42,7 +43,8 @@ std::vector<int32_t> top_k(const std::vector<float>& norms, int64_t k) {
   std::iota(columns.begin(), columns.end(), 0);
   const auto rank = [&](int32_t c) { return std::isfinite(norms[c]) ? norms[c] : -1.0f; };
   const auto before = [&](int32_t a, int32_t b) { return rank(a) != rank(b) ? rank(a) > rank(b) : a < b; };
-  if (k < static_cast<int64_t>(columns.size())) std::nth_element(columns.begin(), columns.begin() + k, columns.end(), before);
+  if (k < static_cast<int64_t>(columns.size()))
+    std::nth_element(columns.begin(), columns.begin() + k, columns.end(), before);
   columns.resize(static_cast<size_t>(k));
   std::sort(columns.begin(), columns.end());
   return columns;

@@ -21,8 +21,8 @@ void column_norms(const TensorView& gradient, const Kernels& kernels, ThreadPool
 // The sum of the column norms, in double, columns in order. `norms` is working memory.
 double squared_norm(const TensorView& gradient, const Kernels& kernels, ThreadPool& pool, std::vector<float>& norms);
 
-// The k columns of the largest norms, ascending. Non-finite norms rank below all finite ones, ties go to the lower index.
-// 0 <= k <= norms.size().
+// The k columns of the largest norms, ascending. Non-finite norms rank below all finite ones, ties go to the lower
+// index. 0 <= k <= norms.size().
 std::vector<int32_t> top_k(const std::vector<float>& norms, int64_t k);
 
 }  // namespace zenflow

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The element types of parameters and gradients, and their exact conversions.
 //
-// Widening is exact. Rounding is to nearest even and keeps denormals, whatever the caller's floating-point mode, because it is done on
-// the bits; a NaN stays a NaN. Nothing here depends on the instruction set.
+// Widening is exact. Rounding is to nearest even and keeps denormals, whatever the caller's floating-point mode,
+// because it is done on the bits; a NaN stays a NaN. Nothing here depends on the instruction set.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,9 @@ namespace zenflow {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-constexpr int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+constexpr int64_t item_size(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : 2;
+}
 
 // The bits of one element, as an integer of its size.
 template <DType>
@@ -23,10 +25,16 @@ struct BitsOf<DType::kFloat32> {
   using type = uint32_t;
 };
 
-static inline float float_from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
-static inline uint32_t bits_from_float(float value) { return __builtin_bit_cast(uint32_t, value); }
+static inline float float_from_bits(uint32_t bits) {
+  return __builtin_bit_cast(float, bits);
+}
+static inline uint32_t bits_from_float(float value) {
+  return __builtin_bit_cast(uint32_t, value);
+}
 
-static inline float widen_bfloat16(uint16_t bits) { return float_from_bits(static_cast<uint32_t>(bits) << 16); }
+static inline float widen_bfloat16(uint16_t bits) {
+  return float_from_bits(static_cast<uint32_t>(bits) << 16);
+}
 
 static inline uint16_t round_to_bfloat16(float value) {
   const uint32_t bits = bits_from_float(value);

@@ -13,8 +13,12 @@
 namespace zenflow {
 
 Counters Counters::operator-(const Counters& o) const {
-  return {steps - o.steps,         stall_seconds - o.stall_seconds, host_update_seconds - o.host_update_seconds,
-          d2h_bytes - o.d2h_bytes, h2d_bytes - o.h2d_bytes,         handover_bytes - o.handover_bytes,
+  return {steps - o.steps,
+          stall_seconds - o.stall_seconds,
+          host_update_seconds - o.host_update_seconds,
+          d2h_bytes - o.d2h_bytes,
+          h2d_bytes - o.h2d_bytes,
+          handover_bytes - o.handover_bytes,
           nonfinite_norms - o.nonfinite_norms};
 }
 
@@ -96,7 +100,10 @@ double Engine::choose_columns(std::span<const Operand> operands, const StepPlan&
       kept += stayed;
       report_.total.handover_bytes += 2 * 12 * p.shape().rows * (p.selected_width() - stayed);
     }
-    if (p.split()) p.reserve_lanes(o.gradient.dtype());
+    if (p.split() && !p.has_lanes(o.gradient.dtype())) {
+      wait_for_host();  // a job may still read the lanes that are replaced
+      p.reserve_lanes(o.gradient.dtype());
+    }
   }
   if (selected_before > 0) report_.selection_overlap = static_cast<double>(kept) / static_cast<double>(selected_before);
   if (plan.max_grad_norm == 0) return 1.0;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The order of things: what one step does to all parameters, and when the background update's results become visible.
 //
-// The caller decides what a step is (StepPlan) and brings addresses; the engine owns the parameters' state, the host threads and the
-// clock, and commits a whole step in one call. Calls are serialised by a mutex; an error of the background thread is rethrown by every
-// later call. Weights must stay valid during a call only.
+// The caller decides what a step is (StepPlan) and brings addresses; the engine owns the parameters' state, the host
+// threads and the clock, and commits a whole step in one call. Calls are serialised by a mutex; an error of the
+// background thread is rethrown by every later call. Weights must stay valid during a call only.
 #pragma once
 
 #include <cstdint>

@@ -56,8 +56,8 @@ void release_pools(Registry& r) {
 // drop pools; what appears meanwhile is held in its turn.
 void hold_members(Registry& r) {
   for (;;) {
-    const auto next = std::find_if(r.members.begin(), r.members.end(),
-                                   [&](const auto& member) { return !contains(r.held, member); });
+    const auto next =
+        std::find_if(r.members.begin(), r.members.end(), [&](const auto& member) { return !contains(r.held, member); });
     if (next == r.members.end()) return;
     const std::shared_ptr<ForkMember> member = *next;
     if (member->rank == ForkMember::Rank::kUpdater) release_pools(r);
@@ -134,8 +134,7 @@ std::thread start_thread(std::string name, std::function<void()> main) {
   // the thread that commits them, and Python's faulthandler wants to see them.
   sigset_t blocked;
   sigfillset(&blocked);
-  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS})
-    sigdelset(&blocked, fault);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&blocked, fault);
   struct MaskScope {
     explicit MaskScope(const sigset_t& mask) { pthread_sigmask(SIG_SETMASK, &mask, &before); }
     ~MaskScope() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One parameter's share of a host update: everything the background thread needs, by value, apart from the arrays themselves.
+// One parameter's share of a host update: everything the background thread needs, by value, apart from the arrays
+// themselves.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,8 @@
 
 namespace zenflow {
 
-// Elements that a thread's share of a host array is rounded to: whole cache lines, and small parameters stay on one thread.
+// Elements that a thread's share of a host array is rounded to: whole cache lines, and small parameters stay on one
+// thread.
 constexpr int64_t kHostGrain = 16384;
 
 // AdamStep's corrections for columns that had different numbers of updates ("mean").

@@ -38,8 +38,7 @@ void* allocate(int64_t bytes) {
 }  // namespace
 
 HostArray::HostArray(int64_t bytes) {
-  if (bytes < 0)
-    throw std::invalid_argument("zenflow: a host array cannot have " + std::to_string(bytes) + " bytes");
+  if (bytes < 0) throw std::invalid_argument("zenflow: a host array cannot have " + std::to_string(bytes) + " bytes");
   if (bytes == 0) return;
   data_ = bytes >= kMapFrom ? map(bytes) : allocate(bytes);
   if (data_ == nullptr) {
@@ -72,8 +71,7 @@ HostArray& HostArray::operator=(HostArray&& other) noexcept {
 
 void HostArray::first_touch(ThreadPool& pool, int64_t element_bytes, int64_t grain) {
   if (element_bytes < 1) {
-    throw std::invalid_argument("zenflow: first_touch needs element_bytes >= 1, got " +
-                                std::to_string(element_bytes));
+    throw std::invalid_argument("zenflow: first_touch needs element_bytes >= 1, got " + std::to_string(element_bytes));
   }
   const int64_t elements = bytes_ / element_bytes + (bytes_ % element_bytes != 0);
   pool.parallel_for(elements, grain, [&](int64_t begin, int64_t end) {

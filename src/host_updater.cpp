@@ -37,16 +37,14 @@ struct Desk {
 
 void refuse_inside_work(const char* what) {
   if (!thread_role().in_job && !thread_role().in_body) return;
-  throw std::logic_error(std::string("zenflow: HostUpdater::") + what +
-                         " called inside a job or a parallel_for body");
+  throw std::logic_error(std::string("zenflow: HostUpdater::") + what + " called inside a job or a parallel_for body");
 }
 
 }  // namespace
 
 class HostUpdater::Impl : public ForkMember {
  public:
-  Impl(int threads, std::vector<int> pin_cpus)
-      : ForkMember(Rank::kUpdater), pool(threads, std::move(pin_cpus)) {}
+  Impl(int threads, std::vector<int> pin_cpus) : ForkMember(Rank::kUpdater), pool(threads, std::move(pin_cpus)) {}
   ~Impl() override { delete desk_; }
 
   Ticket submit(Work work);
@@ -174,8 +172,8 @@ void HostUpdater::Impl::wait(Ticket ticket) {
   refuse_inside_work("wait");
   Lock lock(desk_->mutex);
   if (ticket > issued_) {
-    throw std::invalid_argument("zenflow: ticket " + std::to_string(ticket) +
-                                " was never issued; the last one is " + std::to_string(issued_));
+    throw std::invalid_argument("zenflow: ticket " + std::to_string(ticket) + " was never issued; the last one is " +
+                                std::to_string(issued_));
   }
   wait_until_done(lock, ticket);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which instruction set the kernels use: the widest that CPU and operating system support, or the one that ZENFLOW_ISA names.
+// Which instruction set the kernels use: the widest that CPU and operating system support, or the one that ZENFLOW_ISA
+// names.
 #pragma once
 
 #include <string>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The inner loops that are compiled once per instruction set, and the choice among them.
 //
-// Every loop works on contiguous runs of elements. All instruction sets give equal bits (docs/arithmetic.md). Pointers need no alignment;
-// `written` may not overlap the other arrays. Nothing here allocates or throws.
+// Every loop works on contiguous runs of elements. All instruction sets give equal bits (docs/arithmetic.md). Pointers
+// need no alignment; `written` may not overlap the other arrays. Nothing here allocates or throws.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,8 @@ struct Update {
   float* sum;  // "mean" only: the fp32 sum carried so far, or null
   const Lane* lanes;
   int64_t lane_count;
-  const AdamStep* move;  // null: fold only
-  void* written;         // what the parameter is to hold, in its dtype; needed if `move` is set
+  const AdamStep* move;   // null: fold only
+  void* written;          // what the parameter is to hold, in its dtype; needed if `move` is set
   const Fold* mean_fold;  // "mean" only: how the mean enters the moments
   float mean_count;       // "mean" only: how many gradients it is of
   // Element i belongs to column i % row_length of `columns`; null: `move`'s corrections hold for all.
@@ -46,7 +46,8 @@ struct Kernels {
   const char* name;
   // Elements [begin, end). "adamw": folds every lane, then moves.
   void (*update)(const Update&, DType lanes, DType written, int64_t begin, int64_t end);
-  // "mean": adds every lane to the sum and stores it; if `move` is set, folds the mean, moves, and leaves the sum at zero.
+  // "mean": adds every lane to the sum and stores it; if `move` is set, folds the mean, moves, and leaves the sum at
+  // zero.
   void (*update_mean)(const Update&, DType lanes, DType written, int64_t begin, int64_t end);
   // sums[i] = fma(x[i], x[i], sums[i])
   void (*add_squares)(const void* x, DType dtype, int64_t count, float* sums);

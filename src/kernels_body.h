@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of kernels.h over the vector type of one instruction set. Included once by each kernels_<isa>.cpp, which defines ZENFLOW_ISA
-// and includes simd_<isa>.h first; everything here lives in that namespace, so no code of one instruction set can stand in for another's.
+// The loops of kernels.h over the vector type of one instruction set. Included once by each kernels_<isa>.cpp, which
+// defines ZENFLOW_ISA and includes simd_<isa>.h first; everything here lives in that namespace, so no code of one
+// instruction set can stand in for another's.
 #pragma once
 
 #include "kernels.h"
@@ -42,7 +43,8 @@ struct Corrections {
   Floats step, root, ahead;
 };
 
-ZENFLOW_INLINE Corrections corrections_of(const AdamStep& s, const ColumnSteps* columns, int64_t column, int64_t count) {
+ZENFLOW_INLINE Corrections corrections_of(const AdamStep& s, const ColumnSteps* columns, int64_t column,
+                                          int64_t count) {
   if (columns == nullptr) return {Floats(s.step), Floats(s.root), Floats(s.ahead)};
   return {load_some<kF32>(columns->step, column, count), load_some<kF32>(columns->root, column, count),
           load_some<kF32>(columns->ahead, column, count)};
@@ -131,19 +133,22 @@ inline Kernels make_kernels(const char* name) {
             with_dtype(lanes, [&]<DType G>() { with_dtype(written, [&]<DType W>() { update<G, W>(u, begin, end); }); });
           },
           [](const Update& u, DType lanes, DType written, int64_t begin, int64_t end) {
-            with_dtype(lanes, [&]<DType G>() { with_dtype(written, [&]<DType W>() { update_mean<G, W>(u, begin, end); }); });
+            with_dtype(lanes,
+                       [&]<DType G>() { with_dtype(written, [&]<DType W>() { update_mean<G, W>(u, begin, end); }); });
           },
           [](const void* x, DType dtype, int64_t count, float* sums) {
             with_dtype(dtype, [&]<DType D>() { add_squares<D>(x, count, sums); });
           },
           [](const float* x, DType dtype, int64_t count, void* rounded) {
             with_dtype(dtype, [&]<DType D>() {
-              for_each_vector(0, count, [&](int64_t i, int64_t n) { store_some<D>(rounded, i, n, load_some<kF32>(x, i, n)); });
+              for_each_vector(0, count,
+                              [&](int64_t i, int64_t n) { store_some<D>(rounded, i, n, load_some<kF32>(x, i, n)); });
             });
           },
           [](const void* x, DType dtype, int64_t count, float* widened) {
             with_dtype(dtype, [&]<DType D>() {
-              for_each_vector(0, count, [&](int64_t i, int64_t n) { store_some<kF32>(widened, i, n, load_some<D>(x, i, n)); });
+              for_each_vector(0, count,
+                              [&](int64_t i, int64_t n) { store_some<kF32>(widened, i, n, load_some<D>(x, i, n)); });
             });
           }};
 }

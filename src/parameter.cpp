@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layout and selection: which column lives where, and how it moves. Updates are in parameter_update.cpp, state in parameter_state.cpp.
+// Layout and selection: which column lives where, and how it moves. Updates are in parameter_update.cpp, state in
+// parameter_state.cpp.
 #include "parameter.h"
 
 #include <algorithm>
@@ -38,8 +39,8 @@ char* Parameter::lane(int64_t index) const {
 
 int64_t Parameter::host_bytes() const {
   const HostArrays& a = arrays_;
-  return a.master.bytes() + a.exp_avg.bytes() + a.exp_avg_sq.bytes() + a.last_written.bytes() + a.pending.bytes() + a.sum.bytes() +
-         lanes_.bytes();
+  return a.master.bytes() + a.exp_avg.bytes() + a.exp_avg_sq.bytes() + a.last_written.bytes() + a.pending.bytes() +
+         a.sum.bytes() + lanes_.bytes();
 }
 
 HostArrays Parameter::make_host_arrays(int64_t slots) const {
@@ -49,16 +50,23 @@ HostArrays Parameter::make_host_arrays(int64_t slots) const {
     return array;
   };
   const int64_t item = item_size(dtype_);
-  return {make(4), make(4), make(4), make(item), make(item), context_.settings.mean && context_.settings.stream ? make(4) : HostArray()};
+  return {make(4),    make(4),    make(4),
+          make(item), make(item), context_.settings.mean && context_.settings.stream ? make(4) : HostArray()};
+}
+
+int64_t Parameter::wanted_lanes() const {
+  if (!has_selection_) return 1;  // warm-up: each step is a window of its own
+  return (context_.settings.stream ? 1 : context_.settings.update_interval) + context_.settings.update_delay;
+}
+
+bool Parameter::has_lanes(DType gradient) const {
+  return lane_count_ == wanted_lanes() && (lane_dtype_ == gradient || lane_dtype_ == DType::kFloat32);
 }
 
 void Parameter::reserve_lanes(DType gradient) {
-  const int64_t wanted = !has_selection_ ? 1
-                         : context_.settings.stream ? 1 + context_.settings.update_delay
-                                                    : context_.settings.update_interval + context_.settings.update_delay;
-  if (lane_count_ == wanted && (lane_dtype_ == gradient || lane_dtype_ == DType::kFloat32)) return;
-  // Gradients of two dtypes in one ring: fp32 holds both exactly.
-  const DType dtype = lane_count_ == wanted && !open_lanes_.empty() ? DType::kFloat32 : gradient;
+  const int64_t wanted = wanted_lanes();
+  // Gradients of two dtypes in one window: fp32 holds both exactly.
+  const DType dtype = open_lanes_.empty() ? gradient : DType::kFloat32;
   HostArray lanes(wanted * deferred_count() * item_size(dtype));
   lanes.first_touch(context_.pool, item_size(dtype), kHostGrain);
   for (int64_t open : open_lanes_) {
@@ -87,7 +95,9 @@ void Parameter::initialise(const TensorView& weight) {
     Scratch live(shape_.columns * item_size(dtype_));
     weight.gather(r, nullptr, shape_.columns, live.data());
     context_.kernels.widen(live.data(), dtype_, shape_.columns, masters + r * shape_.columns);
-    if (split_) std::memcpy(host_row(arrays_.last_written, r), live.data(), static_cast<size_t>(shape_.columns * item_size(dtype_)));
+    if (split_)
+      std::memcpy(host_row(arrays_.last_written, r), live.data(),
+                  static_cast<size_t>(shape_.columns * item_size(dtype_)));
   });
   initialised_ = true;
 }
@@ -106,7 +116,8 @@ int64_t Parameter::select(const TensorView& weight, const std::vector<int32_t>& 
 }
 
 // Swaps each leaving column with a joining one, so that every other column keeps its place.
-void Parameter::hand_over(const TensorView& weight, std::span<const int32_t> leaving, std::span<const int32_t> joining) {
+void Parameter::hand_over(const TensorView& weight, std::span<const int32_t> leaving,
+                          std::span<const int32_t> joining) {
   if (leaving.empty()) return;
   const int64_t count = static_cast<int64_t>(leaving.size());
   std::vector<int32_t> place(static_cast<size_t>(shape_.columns));

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// One parameter's optimizer state: its selected columns on the device side, its deferred columns and their gradients on the host side.
+// One parameter's optimizer state: its selected columns on the device side, its deferred columns and their gradients on
+// the host side.
 //
-// Layout. The device block holds the selected columns as [rows, width] fp32 arrays in memory lent by the caller; the host arrays hold the
-// deferred columns as [rows, slots]. A column has exactly one owner. A parameter that is not split has every column in the block and no
-// host arrays; one that is split but has no selection yet (warm-up) has every column on the host.
-// Order. All methods are called by one thread. Those marked [idle] need every host job of this parameter finished; the others may run
-// beside a job, which touches only its own lanes, the moments, and, if it closes a window, master and pending.
-// Source of the rules: DESIGN.md section 2; of the arithmetic: docs/arithmetic.md.
+// Layout. The device block holds the selected columns as [rows, width] fp32 arrays in memory lent by the caller; the
+// host arrays hold the deferred columns as [rows, slots]. A column has exactly one owner. A parameter that is not split
+// has every column in the block and no host arrays; one that is split but has no selection yet (warm-up) has every
+// column on the host. Order. All methods are called by one thread. Those marked [idle] need every host job of this
+// parameter finished; the others may run beside a job, which touches only its own lanes, the moments, and, if it closes
+// a window, master and pending. Source of the rules: DESIGN.md section 2; of the arithmetic: docs/arithmetic.md.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +57,8 @@ struct Window {
   void add(const Hyper& h);
 };
 
-// Contiguous full-shaped tensors [rows, columns] of the canonical state dict; window_sum and column_steps for "mean" only.
+// Contiguous full-shaped tensors [rows, columns] of the canonical state dict; window_sum and column_steps for "mean"
+// only.
 struct FullState {
   float* exp_avg;
   float* exp_avg_sq;
@@ -99,15 +101,16 @@ class Parameter {
   const Window& window() const { return window_; }
   std::vector<int32_t> selection() const;  // ascending
 
-  // Memory for the selected columns, taken over by the next initialise (not split), select or import. Its width is how many columns
-  // the next selection takes; without a new block that stays as it is.
+  // Memory for the selected columns, taken over by the next initialise (not split), select or import. Its width is how
+  // many columns the next selection takes; without a new block that stays as it is.
   void lend(const ColumnState& block) { lent_ = block; }
   bool has_lent_block() const { return lent_.has_value(); }
   int64_t next_width() const { return lent_ ? lent_->width : device_.width; }
 
   // Masters from the weight, moments zero, every column on its first side.
   void initialise(const TensorView& weight);
-  // Makes lanes for gradients of this dtype. [idle] if the dtype differs from the last gradient's.
+  // Whether the next gradient of this dtype has a lane; if not, reserve_lanes makes them. [idle]
+  bool has_lanes(DType gradient) const;
   void reserve_lanes(DType gradient);
 
   // By value: where the weight's bits differ from those last written, the live value becomes the master. [idle]
@@ -115,8 +118,8 @@ class Parameter {
   // The same for deferred columns only, beside jobs that do not close a window.
   void adopt_deferred_edits(const TensorView& weight);
 
-  // Hands columns over to a new selection; newly selected weights become their settled masters. Returns how many columns stayed
-  // selected. Needs an empty window and edits adopted. [idle]
+  // Hands columns over to a new selection; newly selected weights become their settled masters. Returns how many
+  // columns stayed selected. Needs an empty window and edits adopted. [idle]
   int64_t select(const TensorView& weight, const std::vector<int32_t>& selection);
 
   // One gradient: AdamW on the selected columns, the deferred ones packed into the next lane.
@@ -148,6 +151,7 @@ class Parameter {
   char* lane(int64_t index) const;
 
   ColumnState take_lent_block() { return std::exchange(lent_, std::nullopt).value_or(ColumnState()); }
+  int64_t wanted_lanes() const;
   HostArrays make_host_arrays(int64_t slots) const;
   void repartition(const TensorView& weight, const std::vector<int32_t>& selection);
   void hand_over(const TensorView& weight, std::span<const int32_t> leaving, std::span<const int32_t> joining);

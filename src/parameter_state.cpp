@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The canonical state: full-shaped tensors that do not show where a column lives or which gradients still wait in lanes.
+// The canonical state: full-shaped tensors that do not show where a column lives or which gradients still wait in
+// lanes.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -78,7 +79,8 @@ void Parameter::export_state(const FullState& full) const {
       Scratch settled(device_.width * item_size(dtype_));
       context_.kernels.round_to(device_.master + device_row, dtype_, device_.width, settled.data());
       const HostArray& pending = in_flight_ ? arrays_.pending : arrays_.last_written;
-      for (auto [tensor, array] : {std::pair{full.last_written, &arrays_.last_written}, std::pair{full.pending_output, &pending}}) {
+      for (auto [tensor, array] :
+           {std::pair{full.last_written, &arrays_.last_written}, std::pair{full.pending_output, &pending}}) {
         Bits* out = static_cast<Bits*>(tensor) + row;
         spread(static_cast<const Bits*>(settled.data()), device_columns_, device_.width, out);
         if (slots() > 0) spread(reinterpret_cast<const Bits*>(host_row(*array, r)), slot_columns_, slots(), out);

@@ -13,7 +13,8 @@ namespace {
 
 void gather_run(DType dtype, const void* row, const std::vector<int32_t>& columns, void* run) {
   with_bits(dtype, [&]<class Bits>() {
-    gather_row(static_cast<const Bits*>(row), columns, 0, static_cast<Bits*>(run), static_cast<int64_t>(columns.size()));
+    gather_row(static_cast<const Bits*>(row), columns, 0, static_cast<Bits*>(run),
+               static_cast<int64_t>(columns.size()));
   });
 }
 
@@ -33,7 +34,8 @@ Update shifted(Update u, int64_t elements) {
 
 }  // namespace
 
-ColumnCorrections Parameter::column_corrections(const std::vector<int32_t>& columns, const Hyper& h, double lookahead) const {
+ColumnCorrections Parameter::column_corrections(const std::vector<int32_t>& columns, const Hyper& h,
+                                                double lookahead) const {
   std::unordered_map<int32_t, AdamStep> by_count;  // few distinct counts, many columns
   ColumnCorrections corrections;
   for (int32_t c : columns) {
@@ -53,8 +55,9 @@ void Parameter::apply_gradient(const TensorView& weight, const TensorView& gradi
 
   const Lane gradient_lane{nullptr, make_fold(hyper, scale)};
   const AdamStep move = make_adam_step(hyper, hyper.lr, 1.0 - hyper.lr * hyper.weight_decay, steps_, 0.0);
-  Update update{device_.master, device_.exp_avg, device_.exp_avg_sq, nullptr, &gradient_lane, 1,           &move,
-                nullptr,        nullptr,         1.0f,               nullptr, device_.width};
+  Update update{
+      device_.master, device_.exp_avg, device_.exp_avg_sq, nullptr, &gradient_lane, 1, &move, nullptr, nullptr,
+      1.0f,           nullptr,         device_.width};
   ColumnCorrections corrections;
   ColumnSteps column_steps;
   if (!column_steps_.empty()) {
@@ -82,7 +85,8 @@ void Parameter::apply_gradient(const TensorView& weight, const TensorView& gradi
 }
 
 // The selected columns of one row through contiguous runs, so that the kernel is the host update's own.
-void Parameter::update_selected(const TensorView& weight, const void* row, DType gradient, int64_t r, const Update& all) const {
+void Parameter::update_selected(const TensorView& weight, const void* row, DType gradient, int64_t r,
+                                const Update& all) const {
   const int64_t width = device_.width;
   Scratch gradients(width * item_size(gradient)), weights(width * item_size(dtype_));
   weight.gather(r, device_index(), width, weights.data());

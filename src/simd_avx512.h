@@ -21,12 +21,24 @@ struct Floats {
   ZENFLOW_MEMBER explicit Floats(__m512 x) : v(x) {}
   ZENFLOW_MEMBER explicit Floats(float x) : v(_mm512_set1_ps(x)) {}
 };
-ZENFLOW_INLINE Floats operator+(Floats a, Floats b) { return Floats(_mm512_add_ps(a.v, b.v)); }
-ZENFLOW_INLINE Floats operator-(Floats a, Floats b) { return Floats(_mm512_sub_ps(a.v, b.v)); }
-ZENFLOW_INLINE Floats operator*(Floats a, Floats b) { return Floats(_mm512_mul_ps(a.v, b.v)); }
-ZENFLOW_INLINE Floats operator/(Floats a, Floats b) { return Floats(_mm512_div_ps(a.v, b.v)); }
-ZENFLOW_INLINE Floats fma(Floats a, Floats b, Floats c) { return Floats(_mm512_fmadd_ps(a.v, b.v, c.v)); }
-ZENFLOW_INLINE Floats sqrt(Floats a) { return Floats(_mm512_sqrt_ps(a.v)); }
+ZENFLOW_INLINE Floats operator+(Floats a, Floats b) {
+  return Floats(_mm512_add_ps(a.v, b.v));
+}
+ZENFLOW_INLINE Floats operator-(Floats a, Floats b) {
+  return Floats(_mm512_sub_ps(a.v, b.v));
+}
+ZENFLOW_INLINE Floats operator*(Floats a, Floats b) {
+  return Floats(_mm512_mul_ps(a.v, b.v));
+}
+ZENFLOW_INLINE Floats operator/(Floats a, Floats b) {
+  return Floats(_mm512_div_ps(a.v, b.v));
+}
+ZENFLOW_INLINE Floats fma(Floats a, Floats b, Floats c) {
+  return Floats(_mm512_fmadd_ps(a.v, b.v, c.v));
+}
+ZENFLOW_INLINE Floats sqrt(Floats a) {
+  return Floats(_mm512_sqrt_ps(a.v));
+}
 
 template <DType D>
 ZENFLOW_INLINE Floats load(const void* x, int64_t i) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The portable stand-in for a vector: one float. For correctness on any machine; without hardware fma each one is a library call.
+// The portable stand-in for a vector: one float. For correctness on any machine; without hardware fma each one is a
+// library call.
 #pragma once
 
 #include "adam.h"

@@ -19,8 +19,10 @@ size_t row_dimensions(size_t dimensions) {
   return dimensions == 3 ? 2 : 1;
 }
 
-// The offsets of the elements of one group of dimensions, in logical order: one stride if they are linear, else a table.
-void flatten(std::span<const int64_t> sizes, std::span<const int64_t> strides, int64_t& stride, std::vector<int64_t>& table) {
+// The offsets of the elements of one group of dimensions, in logical order: one stride if they are linear, else a
+// table.
+void flatten(std::span<const int64_t> sizes, std::span<const int64_t> strides, int64_t& stride,
+             std::vector<int64_t>& table) {
   bool linear = true;
   int64_t expected = 0;
   stride = 1;

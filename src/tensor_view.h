@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A parameter or gradient seen as a matrix [rows, columns], whatever its shape and strides.
 //
-// 2-D as it is; 3-D [d0*d1, d2]; 4-D and more [d0, rest]; 0-D and 1-D [1, n]. An element's offset is row_offset(r) + column_offset(c),
-// both linear or from a table. Views do not own the memory. Sizes, strides and offsets count elements.
+// 2-D as it is; 3-D [d0*d1, d2]; 4-D and more [d0, rest]; 0-D and 1-D [1, n]. An element's offset is row_offset(r) +
+// column_offset(c), both linear or from a table. Views do not own the memory. Sizes, strides and offsets count
+// elements.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +45,9 @@ class TensorView {
   void* at(int64_t element) const { return data_ + element * item_size(dtype_); }
 
  private:
-  int64_t row_offset(int64_t r) const { return row_offsets_.empty() ? r * row_stride_ : row_offsets_[static_cast<size_t>(r)]; }
+  int64_t row_offset(int64_t r) const {
+    return row_offsets_.empty() ? r * row_stride_ : row_offsets_[static_cast<size_t>(r)];
+  }
   int64_t column_offset(int64_t c) const {
     return column_offsets_.empty() ? c * column_stride_ : column_offsets_[static_cast<size_t>(c)];
   }

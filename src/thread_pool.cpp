@@ -131,8 +131,8 @@ void ThreadPool::Impl::start(Crew& crew) {
   try {
     for (int part = static_cast<int>(crew.workers.size()) + 1; part < threads; ++part) {
       const uint32_t epoch = crew.epoch.load(std::memory_order_relaxed);
-      crew.workers.push_back(start_thread("zenflow-" + std::to_string(part),
-                                          [this, &crew, part, epoch] { serve(crew, part, epoch); }));
+      crew.workers.push_back(
+          start_thread("zenflow-" + std::to_string(part), [this, &crew, part, epoch] { serve(crew, part, epoch); }));
     }
   } catch (const std::system_error&) {
     // Fewer threads, same results.
@@ -153,8 +153,7 @@ void ThreadPool::Impl::serve(Crew& crew, int part, uint32_t epoch) {
 }
 
 void ThreadPool::Impl::parallel_for(int64_t count, int64_t grain, Body body) {
-  if (thread_role().in_body)
-    throw std::logic_error("zenflow: parallel_for called inside a parallel_for body");
+  if (thread_role().in_body) throw std::logic_error("zenflow: parallel_for called inside a parallel_for body");
   if (count < 0 || grain < 1) {
     throw std::invalid_argument("zenflow: parallel_for needs count >= 0 and grain >= 1, got count " +
                                 std::to_string(count) + " and grain " + std::to_string(grain));
@@ -178,15 +177,13 @@ void ThreadPool::Impl::parallel_for(int64_t count, int64_t grain, Body body) {
   }
 
   run_part(crew, 0);
-  if (left_behind(crew))
-    throw std::runtime_error("zenflow: fork inside a parallel_for body: other ranges are lost");
+  if (left_behind(crew)) throw std::runtime_error("zenflow: fork inside a parallel_for body: other ranges are lost");
   // Protects body, and whatever it refers to, which end with this call.
   for (int left = crew.remaining.load(std::memory_order_acquire); workers > 0 && left != 0;) {
     left = await_change(crew.remaining, left, spins_);
   }
 
-  const auto first =
-      std::find_if(crew.errors.begin(), crew.errors.end(), [](const auto& e) { return e != nullptr; });
+  const auto first = std::find_if(crew.errors.begin(), crew.errors.end(), [](const auto& e) { return e != nullptr; });
   if (first == crew.errors.end()) return;
   const std::exception_ptr error = *first;
   crew.errors.clear();
@@ -226,8 +223,7 @@ int ThreadPool::shortfall() const {
   return impl_->shortfall;
 }
 
-void ThreadPool::parallel_for(int64_t count, int64_t grain,
-                              FunctionRef<void(int64_t begin, int64_t end)> body) {
+void ThreadPool::parallel_for(int64_t count, int64_t grain, FunctionRef<void(int64_t begin, int64_t end)> body) {
   impl_->parallel_for(count, grain, body);
 }
 

@@ -106,9 +106,8 @@ std::optional<int64_t> memory_left_in(const std::string& directory) {
   struct Names {
     const char *limit, *usage, *cache;
   };
-  for (const Names& names :
-       {Names{"memory.max", "memory.current", "inactive_file"},
-        Names{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}}) {
+  for (const Names& names : {Names{"memory.max", "memory.current", "inactive_file"},
+                             Names{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}}) {
     const auto limit = read_number(directory + names.limit);
     const auto usage = read_number(directory + names.usage);
     if (!limit || !usage) continue;
@@ -120,8 +119,8 @@ std::optional<int64_t> memory_left_in(const std::string& directory) {
 
 // The lowest CPU of those that share a core with `cpu`, from a list like "3,35" or "6-7".
 int core_of(int cpu, const std::string& root) {
-  const auto list = first_words(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
-                                "/topology/thread_siblings_list");
+  const auto list =
+      first_words(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
   if (list.empty()) return cpu;
   const auto first = parse_int(list[0].substr(0, list[0].find_first_of(",-")));
   return first && *first >= 0 && *first <= cpu ? static_cast<int>(*first) : cpu;

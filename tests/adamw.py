@@ -69,8 +69,7 @@ def assert_200_steps_stay_adamws(optimizer_class, **settings):
 
     def distance(parameters):
         return max(
-            (p.detach().double() - e.detach()).abs().max().item()
-            for p, e in zip(parameters, exact, strict=True)
+            (p.detach().double() - e.detach()).abs().max().item() for p, e in zip(parameters, exact, strict=True)
         )
 
     assert distance(ours) <= 1.5 * distance(theirs)

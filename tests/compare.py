@@ -41,9 +41,7 @@ def assert_same_state(optimizer, reference, what):
     for i, p in enumerate(parameters_of(reference)):
         if p not in masters:
             # without a gradient so far: no state, or a state that has seen no step
-            assert i not in saved or saved[i]["step"] == 0, (
-                f"{what}: parameter {i} had no gradient, but steps"
-            )
+            assert i not in saved or saved[i]["step"] == 0, f"{what}: parameter {i} had no gradient, but steps"
             continue
         assert float(saved[i]["step"]) == reference.state[p].step, f"{what}: step of parameter {i}"
         for key, value in zip(("exp_avg", "exp_avg_sq", "master"), (*moments[p], masters[p]), strict=True):

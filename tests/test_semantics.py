@@ -132,9 +132,7 @@ def test_selection_is_made_anew_after_select_interval_steps_and_not_before():
 
 
 def test_the_selection_interval_must_be_a_multiple_of_the_update_interval():
-    with pytest.raises(
-        ValueError, match=r"(?s)select_interval.*update_interval|update_interval.*select_interval"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)select_interval.*update_interval|update_interval.*select_interval"):
         zenflow_of(random_parameter(2, 2), update_interval=4, select_interval=6)
 
 
@@ -334,9 +332,7 @@ def test_learning_rate_zero_moves_no_bit_even_with_nan_gradients():
                 math.nan,
             )
         before = p.detach().clone()
-        optimizer = zenflow_of(
-            p, lr=0.0, weight_decay=0.5, topk_ratio=0.3, update_interval=2, select_interval=2
-        )
+        optimizer = zenflow_of(p, lr=0.0, weight_decay=0.5, topk_ratio=0.3, update_interval=2, select_interval=2)
         for _ in range(3):
             train(optimizer, 2)
             step_with(optimizer, p, torch.full_like(p, math.nan))
@@ -552,9 +548,7 @@ def test_an_edit_inside_settled_survives():
     set_lr(optimizer, 0.0)
     train(optimizer, 4)
     optimizer.flush()
-    assert (
-        saved_state(optimizer)[0]["master"][1, :] - 42
-    ).abs().max() < 0.2  # less than one earlier step's move
+    assert (saved_state(optimizer)[0]["master"][1, :] - 42).abs().max() < 0.2  # less than one earlier step's move
 
 
 def test_a_closure_runs_once_with_gradients_enabled_and_its_value_is_returned():
@@ -593,9 +587,7 @@ def test_an_exception_in_the_closure_is_no_step():
 
 def test_state_dict_changes_nothing():
     parameters = [random_parameter(4, 9, dtype=dtype) for dtype in (FP32, FP32)]
-    optimizers = [
-        zenflow_of(p, topk_ratio=0.3, update_interval=3, update_delay=3, lr=0.1) for p in parameters
-    ]
+    optimizers = [zenflow_of(p, topk_ratio=0.3, update_interval=3, update_delay=3, lr=0.1) for p in parameters]
     for step in range(14):
         for optimizer in optimizers:
             train(optimizer, 1, step)
@@ -846,8 +838,7 @@ def run_of(rule="adamw", delay=3, buffer="ring", steps=24):
     }
     settings |= {"deferred_rule": rule, "host_buffer": buffer, "min_offload_numel": 0, "num_threads": 1}
     kinds = [
-        ("columns", "none" if i % 5 == 2 else "normal", "normal", "columns" if i % 4 else "none")
-        for i in range(steps)
+        ("columns", "none" if i % 5 == 2 else "normal", "normal", "columns" if i % 4 else "none") for i in range(steps)
     ]
     plan = tuple(StepSpec(kind, lr=0.03 if i % 7 == 4 else None) for i, kind in enumerate(kinds))
     return Run(specs, ({}, {"weight_decay": 0.1, "topk_ratio": 0.5}), settings, plan, seed=11)
@@ -969,9 +960,7 @@ def test_the_state_dict_has_the_same_keys_and_shapes_at_every_step_for_every_buf
             if i == 17:
                 optimizer.flush()
             for index, state in saved_state(optimizer).items():
-                assert layouts.setdefault(index, layout_of(state)) == layout_of(state), (
-                    f"step {i + 1}, {buffer}"
-                )
+                assert layouts.setdefault(index, layout_of(state)) == layout_of(state), f"step {i + 1}, {buffer}"
     for index, p in enumerate(parameters):
         for key in ("exp_avg", "exp_avg_sq", "master"):
             assert layouts[index][key] == (tuple(p.shape), FP32)

@@ -8,9 +8,7 @@ import zenflow
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m zenflow", description="Print what was built and found here."
-    )
+    parser = argparse.ArgumentParser(prog="python -m zenflow", description="Print what was built and found here.")
     parser.add_argument("--version", action="version", version=f"zenflow {zenflow.__version__}")
     parser.parse_args(arguments)
     try:

@@ -7,7 +7,9 @@ from zenflow.tensors import matrix_shape
 
 
 def lane_count(settings, stream):
-    """Lanes of gradients per parameter: the window's and those of steps whose update may still run, or one per uncommitted step."""
+    """Lanes of gradients per parameter: the window's and those of steps whose update may still run, or one per
+    uncommitted step.
+    """
     return (1 if stream else settings.update_interval) + settings.update_delay
 
 
@@ -32,7 +34,11 @@ def device_bytes(p, split, topk_ratio):
 
 
 def choose_host_buffer(wanted, parameters, settings):
-    """"ring" or "stream" for (p, split, topk_ratio) triples; raises MemoryError if it does not fit into what the host has left."""
+    """The host buffer that fits, "ring" or "stream".
+
+    wanted: "ring", "stream" or "auto" (the first that fits). parameters: (p, split, topk_ratio) of each.
+    Raises MemoryError, with the shortfall and the knobs, if the host does not have enough left.
+    """
     available = _C.available_host_bytes()
     beside = sum(device_bytes(*entry) for entry in parameters if entry[0].device.type == "cpu")
     needed = {

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZenFlowOptimizer: AdamW whose deferred columns are updated by the host in the background.
 
-`step()` is the algorithm: validate, make room, plan, commit. The native engine (src/engine.h) does the work and owns the clock;
-`settings.py` says what a step does, `state.py` what a checkpoint holds, `tensors.py` how tensors become addresses.
+`step()` is the algorithm: validate, make room, plan, commit. The native engine (src/engine.h) does the work and owns
+the clock; `settings.py` says what a step does, `state.py` what a checkpoint holds, `tensors.py` how tensors become
+addresses.
 """
 
 import collections
@@ -32,33 +33,41 @@ from zenflow.tensors import (
 class ZenFlowOptimizer(Optimizer):
     """AdamW that updates the gradient columns that matter at every step, and the rest on the host in the background.
 
-    A drop-in for torch.optim.AdamW (arXiv 2505.12242). A parameter is a matrix [rows, columns]; the `topk_ratio` of its columns with
-    the largest gradient norm are selected and updated at once, with fp32 masters and moments. The gradients of the others are
-    collected for `update_interval` steps, applied by a multi-threaded AdamW on the host, and written back `update_delay` steps later.
+    A drop-in for torch.optim.AdamW (arXiv 2505.12242). A parameter is a matrix [rows, columns]; the `topk_ratio` of
+    its columns with the largest gradient norm are selected and updated at once, with fp32 masters and moments. The
+    gradients of the others are collected for `update_interval` steps, applied by a multi-threaded AdamW on the host,
+    and written back `update_delay` steps later.
 
     Args:
         params: parameters or parameter groups, as for any torch optimizer; float32, bfloat16 or float16.
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW; per group.
-        topk_ratio: share of the columns that are selected, in [0, 1]; per group. A group with `split=False` is never split.
+        topk_ratio: share of the columns that are selected, in [0, 1]; per group. A group with `split=False` is never
+            split.
         update_interval: steps in a window, from one host update to the next.
         select_interval: steps between selections, a multiple of update_interval; None means 16 windows.
-        update_delay: steps from the end of a window until its update is visible, at most update_interval; 0 is synchronous.
-        deferred_rule: "adamw" keeps exactly AdamW's moments; "mean" is the published rule, one update with the mean gradient.
-        lookahead: deferred weights are written as they are expected to be this many steps later; "auto" is update_delay.
+        update_delay: steps from the end of a window until its update is visible, at most update_interval; 0 is
+            synchronous.
+        deferred_rule: "adamw" keeps exactly AdamW's moments; "mean" is the published rule, one update with the mean
+            gradient.
+        lookahead: deferred weights are written as they are expected to be this many steps later; "auto" is
+            update_delay.
         full_warm_up_rounds: first steps that update every column at once.
         max_grad_norm: clips the global gradient norm inside step(), both halves alike; p.grad is left as it is.
-        min_offload_numel: parameters with fewer elements, or fewer than two dimensions, are updated whole at every step.
-        num_threads: threads of the host update; None: from the affinity mask, the cgroup quota and the other ranks of this host.
+        min_offload_numel: parameters with fewer elements, or fewer than two dimensions, are updated whole at every
+            step.
+        num_threads: threads of the host update; None: from the affinity mask, the cgroup quota and the other ranks of
+            this host.
         pt_reserved_cores_perc: share of the cores that is left to torch when num_threads is None.
-        host_buffer: "ring" keeps a window's gradients and updates in one pass; "stream" folds each in as it comes, in less memory;
-            "auto" takes the first that fits. Equal bits.
+        host_buffer: "ring" keeps a window's gradients and updates in one pass; "stream" folds each in as it comes, in
+            less memory; "auto" takes the first that fits. Equal bits.
         skip_nonfinite: leave the whole step out if any gradient holds an Inf or NaN; counted in stats().
 
     Raises:
         ValueError: a value is out of its range, or an option of AdamW is not supported; the message says what to do.
         MemoryError: in the first step(), if the host does not have the memory; the message names the shortfall.
 
-    After construction the weights change only inside step(), synchronize() and flush(), and in `with settled()` for its duration.
+    After construction the weights change only inside step(), synchronize() and flush(), and in `with settled()` for
+    its duration.
     """
 
     def __init__(
@@ -125,7 +134,8 @@ class ZenFlowOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    # -- training ---------------------------------------------------------------------------------------------------------------
+    # -- training
+    # ---------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -138,7 +148,8 @@ class ZenFlowOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient or parameter cannot be used (sparse, complex, meta, other dtype or device), or an earlier host
+            RuntimeError: a gradient or parameter cannot be used (sparse, complex, meta, other dtype or device), or an
+            earlier host
                 update failed. Nothing has changed then.
         """
         loss = None
@@ -196,9 +207,7 @@ class ZenFlowOptimizer(Optimizer):
                 if plan.publishes:
                     written.append(p)
             else:
-                rows.append(
-                    (*row, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], strides_of(gradient), group)
-                )
+                rows.append((*row, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], strides_of(gradient), group))
                 written.append(p)
                 steps.append(record.state["step"])
         clip = self._settings.max_grad_norm or 0.0
@@ -207,7 +216,8 @@ class ZenFlowOptimizer(Optimizer):
             torch._foreach_add_(steps, 1.0)
         mark_written(written, self._records)
 
-    # -- what users call between steps ------------------------------------------------------------------------------------------
+    # -- what users call between steps
+    # ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def synchronize(self):
@@ -221,7 +231,8 @@ class ZenFlowOptimizer(Optimizer):
 
     @torch.no_grad()
     def flush(self):
-        """Closes the open window, so that no gradient is left out, then does as synchronize(). Call it before a final save.
+        """Closes the open window, so that no gradient is left out, then does as synchronize(). Call it before a final
+        save.
 
         Idempotent. It changes the run: the next step opens a new window.
         """
@@ -231,9 +242,11 @@ class ZenFlowOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def settled(self):
-        """Shows the settled masters in the parameters, for evaluation or saving, and puts the training weights back bit for bit.
+        """Shows the settled masters in the parameters, for evaluation or saving, and puts the training weights back
+        bit for bit.
 
-        Only waits for the host: the run goes on as if it had not been called. What the caller changes inside stays changed.
+        Only waits for the host: the run goes on as if it had not been called. What the caller changes inside stays
+        changed.
         """
         if self._shows_settled:
             yield self
@@ -283,13 +296,15 @@ class ZenFlowOptimizer(Optimizer):
         if self._shows_settled:
             raise RuntimeError(f"{what} inside `with optimizer.settled()`: leave the block first")
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self):
-        """The canonical state (see `zenflow.state`), under torch's names where torch has them: loads into torch.optim.AdamW too.
+        """The canonical state (see `zenflow.state`), under torch's names where torch has them: loads into
+        torch.optim.AdamW too.
 
-        Only waits for the host: nothing changes, and nothing in it aliases the live state. Saved at any step, training resumes with
-        the same bits. For AdamW nothing is missing after flush().
+        Only waits for the host: nothing changes, and nothing in it aliases the live state. Saved at any step,
+        training resumes with the same bits. For AdamW nothing is missing after flush().
         """
         live = self.state, self.param_groups
         self.state, self.param_groups = self._canonical_state()
@@ -302,11 +317,13 @@ class ZenFlowOptimizer(Optimizer):
     def load_state_dict(self, state_dict):
         """Replaces all state, the schedule's included, with a checkpoint of ZenFlowOptimizer or torch.optim.AdamW.
 
-        Constructor settings win over the checkpoint's. Where update_interval, deferred_rule, min_offload_numel, topk_ratio or split
-        differ, the saved window closes as by flush() at the next step, and columns are selected anew.
+        Constructor settings win over the checkpoint's. Where update_interval, deferred_rule, min_offload_numel,
+        topk_ratio or split differ, the saved window closes as by flush() at the next step, and columns are selected
+        anew.
 
         Raises:
-            ValueError, KeyError: the groups or shapes differ, or the state is of another optimizer. Nothing has changed then.
+            ValueError, KeyError: the groups or shapes differ, or the state is of another optimizer. Nothing has
+            changed then.
         """
         self._refuse_while_settled("load_state_dict()")
         state_dict = state_dict.copy()
@@ -356,7 +373,9 @@ class ZenFlowOptimizer(Optimizer):
         return {p: canonical.export_parameter(self._engine, self._records[p], mean) for p in parameters}
 
     def _restore(self, states, saved_groups):
-        """Takes over checked states and groups. The engine runs under the checkpoint's schedule until its window has closed."""
+        """Takes over checked states and groups. The engine runs under the checkpoint's schedule until its window has
+        closed.
+        """
         scalars = canonical.take_scalars(saved_groups)
         settings = canonical.saved_settings(self._settings, scalars)
         groups = canonical.merge_groups(self.param_groups, saved_groups)
@@ -375,7 +394,9 @@ class ZenFlowOptimizer(Optimizer):
         self.param_groups = groups
 
     def _replace_engine(self, settings, imports, clock, keep_selection):
-        """A fresh engine holding `imports`: (canonical state, split, topk_ratio) by parameter. On any error the old one stays."""
+        """A fresh engine holding `imports`: (canonical state, split, topk_ratio) by parameter. On any error the old
+        one stays.
+        """
         host_buffer = memory.choose_host_buffer(
             self._settings.host_buffer, [(p, split, ratio) for p, (_, split, ratio) in imports.items()], settings
         )
@@ -411,7 +432,9 @@ class ZenFlowOptimizer(Optimizer):
 
     @torch.no_grad()
     def _follow_changes(self):
-        """Catches up with what changed between calls: a checkpoint of another schedule, a model moved to another dtype."""
+        """Catches up with what changed between calls: a checkpoint of another schedule, a model moved to another
+        dtype.
+        """
         if self._engine is None:
             return
         for p, record in self._records.items():
@@ -437,13 +460,12 @@ class ZenFlowOptimizer(Optimizer):
         new.version = None
         if has_selection:
             self._lend(engine, new, p.device, int(state["selected"].sum()))
-        canonical.import_parameter(
-            engine, new, p, state, mean=mean, in_flight=in_flight, has_selection=has_selection
-        )
+        canonical.import_parameter(engine, new, p, state, mean=mean, in_flight=in_flight, has_selection=has_selection)
         engine.discard(record.index)
         self._records[p] = new
 
-    # -- memory -----------------------------------------------------------------------------------------------------------------
+    # -- memory
+    # -----------------------------------------------------------------------------------------------------------------
 
     def _adopt(self, new):
         """Gives state to parameters that have their first gradient; raises MemoryError before anything is allocated."""
@@ -476,7 +498,9 @@ class ZenFlowOptimizer(Optimizer):
         return split and p.dim() >= 2 and p.numel() >= max(1, settings.min_offload_numel)
 
     def _lend_blocks(self, parameters, plan):
-        """Memory for the columns that this step's selection will choose, where it takes another number than the last."""
+        """Memory for the columns that this step's selection will choose, where it takes another number than the
+        last.
+        """
         if plan.warm_up:
             return
         for p, index in parameters:
@@ -488,7 +512,9 @@ class ZenFlowOptimizer(Optimizer):
                 self._lend(self._engine, record, p.device, width)
 
     def _lend(self, engine, record, device, width):
-        """Brings memory for the selected columns; what the engine still uses is kept until it has taken the new block over."""
+        """Brings memory for the selected columns; what the engine still uses is kept until it has taken the new block
+        over.
+        """
         block = tuple(torch.empty(record.rows, width, dtype=torch.float32, device=device) for _ in range(3))
         if not engine.has_lent_block(record.index):
             record.retiring = record.block
@@ -508,7 +534,8 @@ class ZenFlowOptimizer(Optimizer):
             pin_threads=True,
         )
 
-    # -- small things -----------------------------------------------------------------------------------------------------------
+    # -- small things
+    # -----------------------------------------------------------------------------------------------------------
 
     def _reset(self):
         self._engine = None

@@ -123,7 +123,8 @@ class Settings:
     def plan(self, clock):
         """What the step after `clock` does (DESIGN.md, "Step and window", "Selection", "Visibility").
 
-        clock: (steps so far, of them in the open window, step of the last selection or 0, step of the next publication or 0).
+        clock: (steps so far, of them in the open window, step of the last selection or 0, step of the next
+            publication or 0).
         """
         steps, window_step, last_selection, publish_at = clock
         step = steps + 1

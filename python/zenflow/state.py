@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The canonical state: what a checkpoint holds, and how it goes to and from the native engine.
 
-Per parameter, full-shaped whatever the schedule, the host buffer and the step: `step`, `exp_avg`, `exp_avg_sq` as in torch.optim.AdamW,
-with every received gradient folded in; `master`; `last_written` and `pending_output` in the parameter's dtype (what it holds, and what
-the window in flight will write); `selected` (columns); `window` (the open window: count, sum of learning rates, product of decays, and
-the last gradient's lr, betas, eps, weight_decay); for `deferred_rule="mean"` also `window_sum` and `column_steps`. The schedule's scalars
-travel in every parameter group, under keys that begin with `zenflow_`.
-Not for: reading or writing files.
+Per parameter, full-shaped whatever the schedule, the host buffer and the step: `step`, `exp_avg`, `exp_avg_sq` as in
+torch.optim.AdamW, with every received gradient folded in; `master`; `last_written` and `pending_output` in the
+parameter's dtype (what it holds, and what the window in flight will write); `selected` (columns); `window` (the open
+window: count, sum of learning rates, product of decays, and the last gradient's lr, betas, eps, weight_decay); for
+`deferred_rule="mean"` also `window_sum` and `column_steps`. The schedule's scalars travel in every parameter group,
+under keys that begin with `zenflow_`. Not for: reading or writing files.
 """
 
 import dataclasses
@@ -82,7 +82,9 @@ def selected_mask(state, record):
 
 
 def follow_dtype(state, p):
-    """A canonical state for p's new dtype. Values that only rounding changed are no edit: they keep their fp32 master."""
+    """A canonical state for p's new dtype. Values that only rounding changed are no edit: they keep their fp32
+    master.
+    """
     state = dict(state)
     for name in ("last_written", "pending_output"):
         state[name] = state[name].to(p.dtype)
@@ -110,7 +112,9 @@ def check_groups(groups, saved_groups):
     if len(groups) != len(saved_groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
     if any(len(g["params"]) != len(s["params"]) for g, s in zip(groups, saved_groups, strict=True)):
-        raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+        )
 
 
 def check_states(states, name):
@@ -128,7 +132,9 @@ def check_states(states, name):
 
 
 def merge_groups(groups, saved_groups):
-    """The loaded groups around the live parameters. What decides the layout, topk_ratio and split, is the constructor's."""
+    """The loaded groups around the live parameters. What decides the layout, topk_ratio and split, is the
+    constructor's.
+    """
     merged = []
     for group, saved in zip(groups, saved_groups, strict=True):
         new = {key: value for key, value in saved.items() if key not in ADAMW_ONLY}
@@ -138,7 +144,9 @@ def merge_groups(groups, saved_groups):
 
 
 def saved_settings(settings, scalars):
-    """The settings under which a checkpoint's open window was begun; `settings` themselves where they agree in what matters."""
+    """The settings under which a checkpoint's open window was begun; `settings` themselves where they agree in what
+    matters.
+    """
     if not scalars:
         return settings
     saved = {
@@ -154,7 +162,9 @@ def saved_settings(settings, scalars):
 
 
 def saved_clock(states, scalars):
-    """(step, step in the window, last selection, next publication). AdamW's checkpoint counts as so many steps of warm-up."""
+    """(step, step in the window, last selection, next publication). AdamW's checkpoint counts as so many steps of
+    warm-up.
+    """
     if scalars:
         return tuple(int(scalars[name]) for name in ("step", "window_step", "last_selection", "publish_at"))
     return (max((int(state["step"]) for state in states.values()), default=0), 0, 0, 0)

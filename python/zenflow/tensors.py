@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where tensors become addresses: checks of parameters and gradients, and the rows that the native engine takes.
+"""The one place where tensors become addresses: checks of parameters and gradients, and the rows that the native
+engine takes.
 
 Not for: deciding what a step does.
 """
@@ -101,9 +102,23 @@ except (TypeError, IndexError):  # torch before 2.5 takes one tensor at a time
 
 
 class Record:
-    """What the optimizer remembers of one parameter: its place in the engine, the memory lent to it, its last known state."""
+    """What the optimizer remembers of one parameter: its place in the engine, the memory lent to it, its last known
+    state."""
 
-    __slots__ = ("address", "block", "columns", "dtype", "index", "retiring", "rows", "shape", "split", "state", "strides", "version")
+    __slots__ = (
+        "address",
+        "block",
+        "columns",
+        "dtype",
+        "index",
+        "retiring",
+        "rows",
+        "shape",
+        "split",
+        "state",
+        "strides",
+        "version",
+    )
 
     def __init__(self, index, p, split, state):
         self.index = index
@@ -128,7 +143,7 @@ class Record:
 
 
 def mark_written(parameters, records):
-    """Bumps the version counters of parameters that the engine wrote, as any in-place operation does, and remembers them."""
+    """Bumps the version counters of what the engine wrote, as any in-place operation does, and remembers them."""
     _increment_versions(parameters)
     for p in parameters:
         records[p].remember(p)

@@ -127,8 +127,7 @@ TEST(nested_calls_and_bad_arguments_are_refused) {
   }));
   CHECK_THROWS(std::logic_error,
                pool.parallel_for(1, kGrain, [&](int64_t, int64_t) { other.parallel_for(1, 1, nothing); }));
-  CHECK_THROWS(std::logic_error,
-               pool.parallel_for(kCount, kGrain, [](int64_t, int64_t) { zenflow::shutdown_all(); }));
+  CHECK_THROWS(std::logic_error, pool.parallel_for(kCount, kGrain, [](int64_t, int64_t) { zenflow::shutdown_all(); }));
   CHECK_THROWS(std::invalid_argument, pool.parallel_for(-1, 1, nothing));
   CHECK_THROWS(std::invalid_argument, pool.parallel_for(1, 0, nothing));
   CHECK_THROWS(std::invalid_argument, ThreadPool(0));
@@ -173,8 +172,7 @@ TEST(workers_block_signals_and_have_names) {
     sigset_t mask;
     pthread_sigmask(SIG_SETMASK, nullptr, &mask);
     names[begin / kGrain] = name;
-    blocked[begin / kGrain] =
-        sigismember(&mask, SIGINT) + sigismember(&mask, SIGTERM) + sigismember(&mask, SIGCHLD);
+    blocked[begin / kGrain] = sigismember(&mask, SIGINT) + sigismember(&mask, SIGTERM) + sigismember(&mask, SIGCHLD);
   });
   CHECK_EQ(blocked[0], 0);
   for (int i = 1; i < kThreads; ++i) {

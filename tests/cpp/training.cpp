@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "training.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace zenflow_test {
+
+using namespace zenflow;
+
+namespace {
+
+// Until its end this thread flushes denormals to zero, as torch.set_flush_denormal(True) makes it.
+class FlushDenormals {
+ public:
+#if defined(__x86_64__)
+  explicit FlushDenormals(bool flush) : before_(_mm_getcsr()) { _mm_setcsr(flush ? before_ | 0x8040u : before_); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#else
+  explicit FlushDenormals(bool) {}
+#endif
+};
+
+class Digest {
+ public:
+  void add(uint64_t bits) { value_ = (value_ ^ bits) * 0x9e3779b97f4a7c15u ^ (value_ >> 29); }
+  void add_array(DType dtype, const void* array, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = bits_at(dtype, array, i);
+      add(is_nan_pattern(dtype, bits) ? 0x7fffffffu : bits);
+    }
+  }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 1;
+};
+
+int64_t selected_count(double ratio, int64_t columns) {
+  if (ratio == 0) return 0;
+  return std::min(columns, std::max<int64_t>(1, static_cast<int64_t>(std::floor(ratio * static_cast<double>(columns) + 0.5))));
+}
+
+// As contiguous, with the last dimension outermost.
+std::vector<int64_t> transposed_strides(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  int64_t stride = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) strides[d] = std::exchange(stride, stride * sizes[d]);
+  return strides;
+}
+
+void fill(Random& random, DType dtype, std::vector<char>& memory, float scale, int columns) {
+  const int64_t count = static_cast<int64_t>(memory.size()) / item_size(dtype);
+  with_dtype(dtype, [&]<DType D>() {
+    auto* out = reinterpret_cast<typename BitsOf<D>::type*>(memory.data());
+    // Columns of different weight, so that selections differ from each other and ties are broken.
+    for (int64_t i = 0; i < count; ++i) out[i] = round_to<D>(random.uniform() * scale * static_cast<float>(i % columns + 1));
+  });
+}
+
+}  // namespace
+
+Script random_script(uint64_t seed, int events) {
+  Random random(seed);
+  Script script;
+  Settings& s = script.settings;
+  s.mean = random.chance(40);
+  s.update_interval = random.between(1, 5);
+  s.update_delay = random.chance(20) ? 0 : random.between(1, s.update_interval);
+  s.lookahead = random.chance(70) ? static_cast<double>(s.update_delay) : random.one_of({0.0, 0.5});
+  script.select_interval = s.update_interval * random.between(1, 3);
+  script.warm_up = random.chance(30) ? random.between(1, 3) : 0;
+  script.max_grad_norm = random.chance(40) ? random.one_of({1.0, 1e4}) : 0.0;
+  const int late = static_cast<int>(random.between(0, 7));  // parameter 3 has no gradient before this event
+  for (int i = 0; i < events; ++i) {
+    Event e{random.chance(75) ? Act::kStep
+                              : random.one_of({Act::kSynchronize, Act::kFlush, Act::kSettled, Act::kExport, Act::kRestart,
+                                               Act::kRestart, Act::kMove}),
+            random.bits()};
+    if (random.chance(25)) e.edited = static_cast<int>(random.between(0, kParameters - 1));
+    e.tracked = random.chance(50);
+    e.transposed = random.chance(25);
+    e.hashed = random.chance(30);
+    // A step without the large parameters is quick, and so finds the host at work on the step before it.
+    const int64_t kind = random.between(0, 9);
+    for (int p = 0; p < kParameters; ++p) {
+      const bool has = kind < 4 ? random.chance(90) : kind < 7 ? p == 1 : kind == 7 ? p == 0 : kind == 8 && p > 0;
+      const int dtype = random.chance(90) ? p % 3 : static_cast<int>(random.between(0, 2));
+      e.dtypes.push_back(has && (p != 3 || i >= late) ? dtype : -1);
+    }
+    script.events.push_back(std::move(e));
+  }
+  return script;
+}
+
+struct Training::Exported {
+  std::vector<float> exp_avg, exp_avg_sq, master, window_sum;
+  std::vector<char> last_written, pending_output;
+  std::unique_ptr<bool[]> selected;
+  std::vector<int32_t> column_steps;
+  ImportedClock clock;
+  int64_t selected_count = 0;
+
+  FullState view() const {
+    const auto data = [](const auto& v) {
+      using T = typename std::remove_cvref_t<decltype(v)>::value_type;
+      return v.empty() ? nullptr : const_cast<T*>(v.data());
+    };
+    return {data(exp_avg),        data(exp_avg_sq), data(master),     data(last_written),
+            data(pending_output), selected.get(),   data(window_sum), data(column_steps)};
+  }
+};
+
+Training::Training(const Script& script, const Variant& variant) : script_(script), variant_(variant) {
+  engine_ = make_engine();
+  make_tensors();
+}
+
+std::unique_ptr<Engine> Training::make_engine() const {
+  Settings settings = script_.settings;
+  settings.stream = variant_.stream;
+  return std::make_unique<Engine>(settings, variant_.threads, std::vector<int>(), variant_.threads);
+}
+
+void Training::make_tensors() {
+  constexpr DType kF32 = DType::kFloat32, kBF16 = DType::kBFloat16, kF16 = DType::kFloat16;
+  const auto tensor = [&](std::vector<int64_t> sizes, DType dtype, bool split, double ratio, float scale) {
+    Tensor& t = tensors_.emplace_back();
+    t.sizes = std::move(sizes);
+    t.dtype = dtype;
+    t.split = split;
+    t.maximize = tensors_.size() % 3 == 0;
+    t.topk_ratio = ratio;
+    t.gradient_scale = scale;
+    if (tensors_.size() % 2 == 0) t.strides = transposed_strides(t.sizes);
+  };
+  tensor({500, 240}, kBF16, true, 0.1, 1e-3f);
+  tensor({20, 24}, kF16, true, 0.25, 1e-2f);
+  tensor({16, 25, 50}, kF32, true, 0.04, 1e-20f);  // squares are denormal
+  tensor({30, 20, 5, 7}, kBF16, true, 0.0, 1.0f);
+  tensor({40000}, kF32, false, 1.0, 1e-3f);
+  tensor({6, 10}, kF16, true, 1.0, 1e-3f);
+  Random random(77);
+  for (Tensor& t : tensors_) {
+    t.weights.resize(static_cast<size_t>(t.count() * item_size(t.dtype)));
+    fill(random, t.dtype, t.weights, 0.1f, 3);
+  }
+}
+
+std::vector<uint64_t> Training::run() {
+  std::vector<uint64_t> digests;
+  for (const Event& event : script_.events) {
+    play(event);
+    if (event.hashed) digests.push_back(weights_digest());
+  }
+  digests.push_back(weights_digest());
+  digests.push_back(state_digest());
+  return digests;
+}
+
+void Training::play(const Event& event) {
+  if (event.edited >= 0) edit(event.edited, event.seed, event.tracked);
+  if (event.act == Act::kStep) return step(event);
+  if (event.act == Act::kRestart || event.act == Act::kMove) {
+    if (!variant_.restarts) return;
+    return event.act == Act::kRestart ? restart() : move(tensors_[event.seed % kParameters]);
+  }
+
+  const FlushDenormals mode(variant_.flushes_denormals);
+  const std::vector<Operand> weights = operands();
+  if (event.act == Act::kSynchronize) engine_->synchronize(weights);
+  if (event.act == Act::kFlush) engine_->flush(weights);
+  if (event.act == Act::kExport) state_digest();
+  if (event.act == Act::kSettled) {
+    engine_->show_settled(weights);
+    if (event.seed % 2 == 0) edit(static_cast<int>(event.seed / 2 % kParameters), event.seed, true);
+    engine_->show_training(operands());
+  }
+  for (Tensor& t : tensors_) t.suspect = false;
+}
+
+// As `p.data = q` does: a few other values, at another address.
+void Training::edit(int parameter, uint64_t seed, bool tracked) {
+  Tensor& t = tensors_[static_cast<size_t>(parameter)];
+  Random random(seed ^ 1);
+  std::vector<char> other = t.weights;
+  for (int64_t i = random.between(1, 60); i > 0; --i) {
+    store_rounded(t.dtype, other.data(), random.between(0, t.count() - 1), random.uniform());
+  }
+  t.weights.swap(other);
+  t.suspect = t.suspect || tracked;
+}
+
+std::vector<Operand> Training::operands() {
+  std::vector<Operand> all;
+  for (Tensor& t : tensors_) {
+    if (t.index < 0) continue;
+    Operand& o = all.emplace_back();
+    o.parameter = t.index;
+    o.weight = engine_->view(t.index, t.weights.data(), std::nullopt, t.strides);
+    o.suspect = t.suspect;
+    o.maximize = t.maximize;
+  }
+  return all;
+}
+
+StepPlan Training::plan() const {
+  const Clock clock = engine_->clock();
+  const int64_t step = clock.step + 1;
+  StepPlan plan;
+  plan.warm_up = step <= script_.warm_up;
+  const bool starts_window = !plan.warm_up && clock.window_step == 0;
+  plan.selects = starts_window && (clock.last_selection == 0 || step - clock.last_selection >= script_.select_interval);
+  plan.ends_window = plan.warm_up || clock.window_step + 1 >= script_.settings.update_interval;
+  plan.max_grad_norm = script_.max_grad_norm;
+  return plan;
+}
+
+void Training::lend(Tensor& t, int64_t width) {
+  const int64_t rows = matrix_of(t.sizes).rows;
+  float* arrays[3];
+  for (float*& array : arrays) {
+    array = t.blocks.emplace_back(std::vector<float>(static_cast<size_t>(rows * width), NAN)).data();
+  }
+  t.width = width;
+  engine_->parameter(t.index).lend({arrays[0], arrays[1], arrays[2], width});
+}
+
+void Training::step(const Event& event) {
+  Random random(event.seed);
+  Hyper hyper{.lr = random.one_of({1e-3, 1e-2, 1e-3, 0.0}), .beta1 = random.one_of({0.9, 0.9, 0.4}),
+              .beta2 = random.one_of({0.999, 0.95}), .eps = 1e-8, .weight_decay = random.one_of({0.0, 0.1})};
+  const StepPlan plan = this->plan();
+  std::vector<std::vector<char>> gradients(kParameters);
+  for (size_t i = 0; i < kParameters; ++i) {
+    Tensor& t = tensors_[i];
+    if (event.dtypes[i] < 0) continue;
+    const DType dtype = static_cast<DType>(event.dtypes[i]);
+    gradients[i].resize(static_cast<size_t>(t.count() * item_size(dtype)));
+    fill(random, dtype, gradients[i], t.gradient_scale, static_cast<int>(random.between(2, 30)));
+    if (random.chance(5)) store_rounded(dtype, gradients[i].data(), random.between(0, t.count() - 1), NAN);
+    if (t.index < 0) {
+      t.index = engine_->add(t.sizes, t.dtype, t.split);
+      if (!t.split) lend(t, t.columns());
+    }
+    if (random.chance(10) && t.topk_ratio > 0 && t.topk_ratio < 1) t.topk_ratio = random.one_of({0.05, 0.1, 0.2});
+    if (!t.split || plan.warm_up || !(plan.selects || t.width < 0)) continue;
+    const int64_t width = selected_count(t.topk_ratio, t.columns());
+    if (t.width != width) lend(t, width);
+  }
+  std::vector<Operand> all = operands();
+  size_t next = 0;
+  for (size_t i = 0; i < kParameters; ++i) {
+    if (tensors_[i].index < 0) continue;
+    Operand& o = all[next++];
+    o.hyper = hyper;
+    if (event.dtypes[i] < 0) continue;
+    const std::vector<int64_t> strides = event.transposed ? transposed_strides(tensors_[i].sizes) : std::vector<int64_t>();
+    o.gradient = engine_->view(o.parameter, gradients[i].data(), static_cast<DType>(event.dtypes[i]), strides);
+  }
+  const FlushDenormals mode(variant_.flushes_denormals);
+  engine_->commit(all, plan);
+  for (Tensor& t : tensors_) t.suspect = false;
+}
+
+Training::Exported Training::export_state(const Tensor& t) {
+  const Parameter& p = engine_->parameter(t.index);
+  const size_t count = static_cast<size_t>(t.count()), columns = static_cast<size_t>(t.columns());
+  Exported e;
+  for (auto* array : {&e.exp_avg, &e.exp_avg_sq, &e.master}) array->resize(count);
+  for (auto* array : {&e.last_written, &e.pending_output}) array->resize(count * static_cast<size_t>(item_size(t.dtype)));
+  if (script_.settings.mean) e.window_sum.resize(count), e.column_steps.resize(columns);
+  e.selected = std::make_unique<bool[]>(columns);
+  engine_->export_state(t.index, e.view());
+  e.selected_count = std::count(e.selected.get(), e.selected.get() + columns, true);
+  e.clock = {p.steps(), p.has_selection(), p.in_flight(), p.window()};
+  return e;
+}
+
+void Training::import(Tensor& t, const Exported& state, bool in_flight) {
+  t.index = engine_->add(t.sizes, t.dtype, t.split);
+  t.suspect = true;
+  ImportedClock clock = state.clock;
+  clock.in_flight = in_flight;
+  if (clock.has_selection || !t.split) lend(t, state.selected_count);
+  engine_->import_state(t.index, state.view(), clock);
+}
+
+// Saves everything and goes on in a new engine, with the other host buffer.
+void Training::restart() {
+  std::vector<Exported> states(kParameters);
+  for (size_t i = 0; i < kParameters; ++i) {
+    if (tensors_[i].index >= 0) states[i] = export_state(tensors_[i]);
+  }
+  const Clock clock = engine_->clock();
+  variant_.stream = !variant_.stream;
+  engine_ = make_engine();
+  for (size_t i = 0; i < kParameters; ++i) {
+    Tensor& t = tensors_[i];
+    if (t.index < 0) continue;
+    t.blocks.clear();
+    t.width = -1;
+    import(t, states[i], clock.publish_at > 0);
+  }
+  engine_->set_clock(clock);
+}
+
+// Gives one parameter another place in the same engine, while others may be in flight.
+void Training::move(Tensor& t) {
+  if (t.index < 0) return;
+  const int64_t before = t.index;
+  const Exported state = export_state(t);
+  import(t, state, state.clock.in_flight);
+  engine_->discard(before);
+}
+
+uint64_t Training::weights_digest() const {
+  Digest digest;
+  for (const Tensor& t : tensors_) digest.add_array(t.dtype, t.weights.data(), t.count());
+  return digest.value();
+}
+
+uint64_t Training::state_digest() {
+  engine_->adopt_edits(operands());
+  Digest digest;
+  for (const Tensor& t : tensors_) {
+    if (t.index < 0) continue;
+    const Exported e = export_state(t);
+    for (const auto* array : {&e.exp_avg, &e.exp_avg_sq, &e.master, &e.window_sum}) {
+      digest.add_array(DType::kFloat32, array->data(), static_cast<int64_t>(array->size()));
+    }
+    for (const auto* array : {&e.last_written, &e.pending_output}) digest.add_array(t.dtype, array->data(), t.count());
+    for (int64_t c = 0; c < t.columns(); ++c) digest.add(e.selected[static_cast<size_t>(c)]);
+    for (int32_t steps : e.column_steps) digest.add(static_cast<uint64_t>(steps));
+    for (int64_t n : {e.clock.steps, e.clock.window.count}) digest.add(static_cast<uint64_t>(n));
+    for (double d : {e.clock.window.lr_sum, e.clock.window.keep}) digest.add(__builtin_bit_cast(uint64_t, d));
+  }
+  return digest.value();
+}
+
+}  // namespace zenflow_test

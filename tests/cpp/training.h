@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A training run as the engine's users make it: tensors of the caller, a schedule, gradients, and everything that may
+// happen between steps. A Script says what happens, from a seed; a Training plays it under one Variant. What a variant
+// changes (threads, host buffer, restarts, the caller's floating-point mode) must not change a bit.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+#include "random.h"
+
+namespace zenflow_test {
+
+enum class Act { kStep, kSynchronize, kFlush, kSettled, kExport, kRestart, kMove };
+
+struct Event {
+  Act act;
+  uint64_t seed;
+  int edited = -1;           // the parameter that the user changes first, if any
+  bool tracked = true;       // and whether the optimizer is told
+  std::vector<int> dtypes = {};  // steps: each parameter's gradient; -1: none
+  bool transposed = false;   // steps: gradients are not contiguous
+  bool hashed = false;       // compare weights afterwards
+};
+
+struct Script {
+  zenflow::Settings settings;
+  int64_t select_interval = 4, warm_up = 0;
+  double max_grad_norm = 0;
+  std::vector<Event> events;
+};
+
+// Parameter 0 is large and 1 is small, the others are in between; all are seen by the script as indices only.
+constexpr int kParameters = 6;
+Script random_script(uint64_t seed, int events);
+
+struct Variant {
+  std::string name;
+  int threads = 1;
+  bool stream = false;
+  bool restarts = false;  // plays kRestart and kMove
+  bool flushes_denormals = false;
+};
+
+class Training {
+ public:
+  Training(const Script& script, const Variant& variant);
+  // Plays everything and returns a digest after each hashed event, then one of all state. NaNs count as equal.
+  std::vector<uint64_t> run();
+
+ private:
+  // A parameter as its user sees it.
+  struct Tensor {
+    std::vector<int64_t> sizes, strides;
+    zenflow::DType dtype;
+    bool split, maximize;
+    double topk_ratio;
+    float gradient_scale;
+    std::vector<char> weights;
+    // What the optimizer keeps for it.
+    int64_t index = -1;
+    bool suspect = false;
+    int64_t width = -1;
+    std::list<std::vector<float>> blocks;
+
+    int64_t count() const { return zenflow::matrix_of(sizes).count(); }
+    int64_t columns() const { return zenflow::matrix_of(sizes).columns; }
+  };
+  struct Exported;
+
+  std::unique_ptr<zenflow::Engine> make_engine() const;
+  void make_tensors();
+  void play(const Event& event);
+  void edit(int parameter, uint64_t seed, bool tracked);
+  void step(const Event& event);
+  void restart();
+  void move(Tensor& t);
+  void lend(Tensor& t, int64_t width);
+  void import(Tensor& t, const Exported& state, bool in_flight);
+  Exported export_state(const Tensor& t);
+  std::vector<zenflow::Operand> operands();
+  zenflow::StepPlan plan() const;
+  uint64_t weights_digest() const;
+  uint64_t state_digest();
+
+  const Script& script_;
+  Variant variant_;
+  std::unique_ptr<zenflow::Engine> engine_;
+  std::vector<Tensor> tensors_;
+};
+
+}  // namespace zenflow_test
