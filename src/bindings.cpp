@@ -113,8 +113,10 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), "mean"_a, "stream"_a, "update_interval"_a, "update_delay"_a,
            "lookahead"_a, "num_threads"_a, "reserved_share"_a, "pin_threads"_a)
-      .def("add", [](Engine& e, std::vector<int64_t> sizes, int dtype,
-                     bool split) { return e.add(std::move(sizes), static_cast<DType>(dtype), split); })
+      .def("add",
+           [](Engine& e, std::vector<int64_t> sizes, int dtype, bool split, uintptr_t step_count) {
+             return e.add(std::move(sizes), static_cast<DType>(dtype), split, reinterpret_cast<float*>(step_count));
+           })
       .def("lend",
            [](Engine& e, int64_t index, uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, int64_t width) {
              e.parameter(index).lend({reinterpret_cast<float*>(master), reinterpret_cast<float*>(exp_avg),

@@ -25,13 +25,13 @@ Counters Counters::operator-(const Counters& o) const {
 Engine::Engine(const Settings& settings, int host_threads, std::vector<int> pin_cpus, int caller_threads)
     : settings_(settings),
       pool_(caller_threads),
-      updater_(host_threads, std::move(pin_cpus)),
       context_{active_kernels(), pool_, settings_},
+      updater_(host_threads, std::move(pin_cpus)),
       lane_tickets_(static_cast<size_t>(1 + settings.update_delay), 0) {}
 
-int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split) {
+int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count) {
   const std::lock_guard lock(mutex_);
-  auto state = std::make_unique<Parameter>(context_, sizes, dtype, split);
+  auto state = std::make_unique<Parameter>(context_, sizes, dtype, split, step_count);
   parameters_.push_back({std::move(sizes), std::move(state)});
   return static_cast<int64_t>(parameters_.size()) - 1;
 }

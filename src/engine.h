@@ -66,7 +66,8 @@ class Engine {
   // `host_threads` and `pin_cpus` drive the background update, `caller_threads` what step() does itself.
   Engine(const Settings& settings, int host_threads, std::vector<int> pin_cpus, int caller_threads);
 
-  int64_t add(std::vector<int64_t> sizes, DType dtype, bool split);
+  // `step_count` as for Parameter.
+  int64_t add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count = nullptr);
   Parameter& parameter(int64_t index) { return *parameters_.at(static_cast<size_t>(index)).state; }
   TensorView view(int64_t index, void* data, std::optional<DType> dtype, std::span<const int64_t> strides) const;
 
@@ -109,9 +110,9 @@ class Engine {
   std::mutex mutex_;
   Settings settings_;
   ThreadPool pool_;
-  HostUpdater updater_;
   Context context_;
   std::vector<Entry> parameters_;
+  HostUpdater updater_;  // after what its jobs write: its destructor finishes them
   Clock clock_;
   HostUpdater::Ticket last_ticket_ = 0;
   std::vector<HostUpdater::Ticket> lane_tickets_;  // streaming: the job that last read each step's lanes

@@ -19,8 +19,13 @@ void Window::add(const Hyper& h) {
   last = h;
 }
 
-Parameter::Parameter(const Context& context, std::span<const int64_t> sizes, DType dtype, bool split)
-    : context_(context), shape_(matrix_of(sizes)), dtype_(dtype), split_(split) {}
+Parameter::Parameter(const Context& context, std::span<const int64_t> sizes, DType dtype, bool split, float* step_count)
+    : context_(context), shape_(matrix_of(sizes)), dtype_(dtype), split_(split), step_count_(step_count) {}
+
+void Parameter::set_steps(int64_t steps) {
+  steps_ = steps;
+  if (step_count_ != nullptr) *step_count_ = static_cast<float>(steps);
+}
 
 ColumnState Parameter::host() const {
   return {static_cast<float*>(arrays_.master.data()), static_cast<float*>(arrays_.exp_avg.data()),

@@ -87,7 +87,8 @@ struct HostArrays {
 
 class Parameter {
  public:
-  Parameter(const Context& context, std::span<const int64_t> sizes, DType dtype, bool split);
+  // `step_count`, if not null, always holds steps(); it outlives the parameter.
+  Parameter(const Context& context, std::span<const int64_t> sizes, DType dtype, bool split, float* step_count);
 
   const Matrix& shape() const { return shape_; }
   DType dtype() const { return dtype_; }
@@ -151,6 +152,7 @@ class Parameter {
   char* lane(int64_t index) const;
 
   ColumnState take_lent_block() { return std::exchange(lent_, std::nullopt).value_or(ColumnState()); }
+  void set_steps(int64_t steps);
   int64_t wanted_lanes() const;
   HostArrays make_host_arrays(int64_t slots) const;
   void repartition(const TensorView& weight, const std::vector<int32_t>& selection);
@@ -181,6 +183,7 @@ class Parameter {
   std::vector<Fold> open_folds_;
 
   int64_t steps_ = 0;
+  float* step_count_;
   std::vector<int32_t> column_steps_;  // "mean" only: AdamW updates of each column
   Window window_;
 };

@@ -108,7 +108,7 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
   slot_columns_ = std::move(deferred);
   device_ = take_lent_block();
   has_selection_ = split_ && clock.has_selection;
-  steps_ = clock.steps;
+  set_steps(clock.steps);
   window_ = split_ ? clock.window : Window();
   in_flight_ = split_ && clock.in_flight;
   shows_settled_ = false;

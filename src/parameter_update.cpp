@@ -50,7 +50,7 @@ ColumnCorrections Parameter::column_corrections(const std::vector<int32_t>& colu
 }
 
 void Parameter::apply_gradient(const TensorView& weight, const TensorView& gradient, const Hyper& hyper, double scale) {
-  ++steps_;
+  set_steps(steps_ + 1);
   if (shape_.count() == 0) return;
 
   const Lane gradient_lane{nullptr, make_fold(hyper, scale)};

@@ -72,6 +72,7 @@ void TensorView::for_columns(int64_t r, const int32_t* columns, int64_t count, M
 }
 
 void TensorView::gather(int64_t r, const int32_t* columns, int64_t count, void* run) const {
+  if (count == 0) return;  // `run` may be null
   if (rows_contiguous() && columns == nullptr) {
     std::memcpy(run, at(row_offset(r)), static_cast<size_t>(count * item_size(dtype_)));
   } else if (item_size(dtype_) == 4) {
@@ -82,6 +83,7 @@ void TensorView::gather(int64_t r, const int32_t* columns, int64_t count, void* 
 }
 
 void TensorView::scatter(int64_t r, const int32_t* columns, int64_t count, const void* run) const {
+  if (count == 0) return;  // `run` may be null
   if (rows_contiguous() && columns == nullptr) {
     std::memcpy(at(row_offset(r)), run, static_cast<size_t>(count * item_size(dtype_)));
   } else if (item_size(dtype_) == 4) {

@@ -5,10 +5,16 @@
 found. torch is imported at the optimizer's first use, so that `python -m zenflow` can say that it is missing.
 """
 
+import atexit
+
+from zenflow import _C
 from zenflow._C import __version__
 from zenflow.config import Config, config
 
 __all__ = ["Config", "ZenFlowOptimizer", "__version__", "config"]
+
+# Host threads finish and join while the interpreter still stands.
+atexit.register(_C.shutdown)
 
 
 def __getattr__(name):

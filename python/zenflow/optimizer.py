@@ -197,7 +197,7 @@ class ZenFlowOptimizer(Optimizer):
             )
             for group in self.param_groups
         ]
-        rows, written, steps = [], [], []
+        rows, written = [], []
         for p, group in parameters:
             record, gradient = self._records[p], p.grad
             check_weight(p, record, self._name)
@@ -209,11 +209,8 @@ class ZenFlowOptimizer(Optimizer):
             else:
                 rows.append((*row, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], strides_of(gradient), group))
                 written.append(p)
-                steps.append(record.state["step"])
         clip = self._settings.max_grad_norm or 0.0
         self._engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
-        if steps:
-            torch._foreach_add_(steps, 1.0)
         mark_written(written, self._records)
 
     # -- what users call between steps
@@ -408,11 +405,10 @@ class ZenFlowOptimizer(Optimizer):
         self._engine, self._engine_settings, self._host_buffer = engine, settings, host_buffer
         self._records = records
         self.state.clear()
-        self.state.update({p: record.state for p, record in records.items()})
+        self.state.update({p: {"step": record.step} for p, record in records.items()})
 
     def _import(self, engine, settings, p, state, split, ratio, clock, keep_selection):
         record = self._make_record(engine, p, split)
-        record.state["step"] = torch.tensor(float(state["step"]))
         record.version = None  # the weight may be another than the state's: look for edits at the next call
         selected = int(canonical.selected_mask(state, record).sum()) if keep_selection else 0
         nothing_to_select = selected_count(ratio, record.columns) == 0 and clock[2] > 0
@@ -456,7 +452,6 @@ class ZenFlowOptimizer(Optimizer):
         state = canonical.follow_dtype(canonical.export_parameter(engine, record, mean), p)
         has_selection, in_flight = engine.has_selection(record.index), engine.in_flight(record.index)
         new = self._make_record(engine, p, record.split)
-        new.state["step"] = state["step"].clone()
         new.version = None
         if has_selection:
             self._lend(engine, new, p.device, int(state["selected"].sum()))
@@ -486,8 +481,9 @@ class ZenFlowOptimizer(Optimizer):
             self._records[p] = self._make_record(self._engine, p, split)
 
     def _make_record(self, engine, p, split):
-        state = self.state[p] = {"step": torch.tensor(0.0)}
-        record = Record(engine.add(list(p.shape), DTYPE_CODES[p.dtype], split), p, split, state)
+        step = torch.tensor(0.0)  # the engine counts in it
+        record = Record(engine.add(list(p.shape), DTYPE_CODES[p.dtype], split, step.data_ptr()), p, split, step)
+        self.state[p] = {"step": step}
         record.remember(p)
         if not split:
             self._lend(engine, record, p.device, record.columns)

@@ -115,18 +115,18 @@ class Record:
         "rows",
         "shape",
         "split",
-        "state",
+        "step",
         "strides",
         "version",
     )
 
-    def __init__(self, index, p, split, state):
+    def __init__(self, index, p, split, step):
         self.index = index
         self.split = split
         self.shape = p.shape
         self.dtype = p.dtype
         self.rows, self.columns = matrix_shape(p.shape)
-        self.state = state  # optimizer.state[p]
+        self.step = step  # 0-d float32 that the engine counts in
         self.block = None  # (master, exp_avg, exp_avg_sq) of the selected columns, [rows, width] fp32
         self.retiring = None  # the block before, which the engine may still use
         self.address = self.version = self.strides = None
