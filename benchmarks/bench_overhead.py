@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step() costs in Python, beside the native call: the price of many small parameters.
+
+    python benchmarks/bench_overhead.py --parameters 300
+
+Prints the median over steps of the whole step, of the native commit in it, and of the difference, beside torch's own AdamW.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+
+import torch
+
+import zenflow
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=300)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--columns", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=200)
+    return parser.parse_args()
+
+
+def make_parameters(args):
+    parameters = [torch.nn.Parameter(torch.randn(args.rows, args.columns)) for _ in range(args.parameters)]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    return parameters
+
+
+class TimedCommit:
+    """Stands before the engine and adds up the time that commit() takes."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.seconds = []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def commit(self, *arguments):
+        start = time.perf_counter()
+        self._engine.commit(*arguments)
+        self.seconds.append(time.perf_counter() - start)
+
+
+def time_steps(optimizer, steps):
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def main():
+    args = parse_arguments()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    optimizer = zenflow.ZenFlowOptimizer(make_parameters(args), min_offload_numel=0, num_threads=1)
+    adamw = torch.optim.AdamW(make_parameters(args), fused=True)
+    time_steps(optimizer, 8), time_steps(adamw, 8)
+
+    optimizer._engine = timed = TimedCommit(optimizer._engine)
+    whole = time_steps(optimizer, args.steps)
+    python = [step - commit for step, commit in zip(whole, timed.seconds, strict=True)]
+    peer = time_steps(adamw, args.steps)
+
+    config = zenflow.config()
+    print(f"zenflow {config.version}, torch {config.torch}, Python {platform.python_version()}, {config.isa}")
+    print(f"{args.parameters} parameters of {args.rows} x {args.columns}, fp32, medians of {args.steps} steps, 1 thread")
+    for name, seconds in (("step()", whole), ("native commit", timed.seconds), ("Python", python), ("AdamW fused", peer)):
+        print(f"  {name:<14} {1e3 * statistics.median(seconds):7.3f} ms")
+
+
+if __name__ == "__main__":
+    main()
