@@ -3,7 +3,7 @@
 
     python benchmarks/bench_overhead.py --parameters 300
 
-Prints the median over steps of the whole step, of the native commit in it, and of the difference, beside torch's own AdamW.
+Prints medians: of the whole step, of the native commit in it, of the difference, and of torch's own AdamW.
 """
 
 import argparse
@@ -65,15 +65,22 @@ def main():
     adamw = torch.optim.AdamW(make_parameters(args), fused=True)
     time_steps(optimizer, 8), time_steps(adamw, 8)
 
-    optimizer._engine = timed = TimedCommit(optimizer._engine)
+    optimizer._store.engine = timed = TimedCommit(optimizer._store.engine)
     whole = time_steps(optimizer, args.steps)
     python = [step - commit for step, commit in zip(whole, timed.seconds, strict=True)]
     peer = time_steps(adamw, args.steps)
 
     config = zenflow.config()
     print(f"zenflow {config.version}, torch {config.torch}, Python {platform.python_version()}, {config.isa}")
-    print(f"{args.parameters} parameters of {args.rows} x {args.columns}, fp32, medians of {args.steps} steps, 1 thread")
-    for name, seconds in (("step()", whole), ("native commit", timed.seconds), ("Python", python), ("AdamW fused", peer)):
+    print(
+        f"{args.parameters} parameters of {args.rows} x {args.columns}, fp32, medians of {args.steps} steps, 1 thread"
+    )
+    for name, seconds in (
+        ("step()", whole),
+        ("native commit", timed.seconds),
+        ("Python", python),
+        ("AdamW fused", peer),
+    ):
         print(f"  {name:<14} {1e3 * statistics.median(seconds):7.3f} ms")
 
 

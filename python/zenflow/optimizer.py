@@ -13,19 +13,20 @@ import copy
 import torch
 from torch.optim import Optimizer
 
-from zenflow import _C, memory
+from zenflow import _C
 from zenflow import state as canonical
-from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, reject_unsupported, selected_count
-from zenflow.stats import Counters, Stats, none_if_nan
+from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, reject_unsupported
+from zenflow.stats import make_stats
+from zenflow.store import Store, splits
 from zenflow.tensors import (
     DTYPE_CODES,
-    Record,
     all_finite,
     check_parameter,
     check_step,
     check_weight,
     is_plain,
     mark_written,
+    parameter_name,
     strides_of,
 )
 
@@ -119,7 +120,7 @@ class ZenFlowOptimizer(Optimizer):
             "split": True,
         }
         check_group(defaults)
-        self._reset()
+        self._clear()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group):
@@ -134,8 +135,7 @@ class ZenFlowOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    # -- training
-    # ---------------------------------------------------------------------------------------------------------------
+    # Training
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -149,8 +149,7 @@ class ZenFlowOptimizer(Optimizer):
 
         Raises:
             RuntimeError: a gradient or parameter cannot be used (sparse, complex, meta, other dtype or device), or an
-            earlier host
-                update failed. Nothing has changed then.
+                earlier host update failed. Nothing has changed then.
         """
         loss = None
         if closure is not None:
@@ -163,20 +162,21 @@ class ZenFlowOptimizer(Optimizer):
             self._skipped_steps += 1
             return loss
         self._follow_changes()
-        self._adopt([(p, group) for p, group in parameters if p not in self._records])
-        plan = self._settings.plan(self._engine.clock)
+        self._make_room(parameters)
+        plan = self._settings.plan(self._store.engine.clock)
         self._lend_blocks(parameters, plan)
         self._commit(parameters, plan)
         return loss
 
     def _validated_parameters(self):
-        """(parameter, group index) of all that have state or a gradient, each once; raises before anything changes."""
+        """(p, index of its group) of all that have state or a gradient, each once; raises before anything changes."""
+        known = self._store.records if self._store else {}
         parameters = {}
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 gradient = p.grad
                 if gradient is None:
-                    if p in self._records:
+                    if p in known:
                         parameters[p] = index
                     continue
                 if not is_plain(p, gradient):
@@ -184,23 +184,32 @@ class ZenFlowOptimizer(Optimizer):
                 parameters[p] = index
         return list(parameters.items())
 
+    def _make_room(self, parameters):
+        """Gives state to parameters that have their first gradient; raises MemoryError before anything is allocated."""
+        if self._store is None:
+            self._store = Store(self._settings, self._layout(), self.param_groups)
+        new = [p for p, _ in parameters if p not in self._store.records]
+        if new:
+            self._store.add(self._layout(new))
+            self._show_state(new)
+
+    def _lend_blocks(self, parameters, plan):
+        """Memory for selected columns where this step selects: at its time, or at a parameter's first gradient."""
+        if plan.warm_up:
+            return
+        records = self._store.records
+        self._store.lend_blocks(
+            (p, self.param_groups[group]["topk_ratio"])
+            for p, group in parameters
+            if records[p].split and p.grad is not None and (plan.selects or records[p].block is None)
+        )
+
     def _commit(self, parameters, plan):
         """Everything that the step changes, in one native call: an interrupt falls before or after it."""
-        groups = [
-            (
-                float(group["lr"]),
-                float(group["betas"][0]),
-                float(group["betas"][1]),
-                float(group["eps"]),
-                float(group["weight_decay"]),
-                group["maximize"],
-            )
-            for group in self.param_groups
-        ]
-        rows, written = [], []
+        records, rows, written = self._store.records, [], []
         for p, group in parameters:
-            record, gradient = self._records[p], p.grad
-            check_weight(p, record, self._name)
+            record, gradient = records[p], p.grad
+            check_weight(p, record, self.param_groups)
             row = record.weight_row(p)
             if gradient is None:
                 rows.append((*row, 0, 0, None, group))
@@ -209,12 +218,15 @@ class ZenFlowOptimizer(Optimizer):
             else:
                 rows.append((*row, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], strides_of(gradient), group))
                 written.append(p)
+        groups = [
+            (*(float(x) for x in (g["lr"], *g["betas"], g["eps"], g["weight_decay"])), g["maximize"])
+            for g in self.param_groups
+        ]
         clip = self._settings.max_grad_norm or 0.0
-        self._engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
-        mark_written(written, self._records)
+        self._store.engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
+        mark_written(written, records)
 
-    # -- what users call between steps
-    # ------------------------------------------------------------------------------------------
+    # Between steps
 
     @torch.no_grad()
     def synchronize(self):
@@ -224,84 +236,50 @@ class ZenFlowOptimizer(Optimizer):
         """
         self._refuse_while_settled("synchronize()")
         self._follow_changes()
-        self._write_weights(_C.Engine.synchronize)
+        if self._store:
+            self._store.write_weights(_C.Engine.synchronize)
 
     @torch.no_grad()
     def flush(self):
-        """Closes the open window, so that no gradient is left out, then does as synchronize(). Call it before a final
-        save.
+        """Closes the open window, so that no gradient is left out, then does as synchronize().
 
-        Idempotent. It changes the run: the next step opens a new window.
+        Call it before a final save. Idempotent. It changes the run: the next step opens a new window.
         """
         self._refuse_while_settled("flush()")
         self._follow_changes()
-        self._write_weights(_C.Engine.flush)
+        if self._store:
+            self._store.write_weights(_C.Engine.flush)
 
     @contextlib.contextmanager
     def settled(self):
-        """Shows the settled masters in the parameters, for evaluation or saving, and puts the training weights back
-        bit for bit.
+        """Shows the settled masters in the parameters; on leaving, puts the training weights back bit for bit.
 
-        Only waits for the host: the run goes on as if it had not been called. What the caller changes inside stays
-        changed.
+        For evaluation, or for saving in mid-training. Only waits for the host: the run goes on as if it had not been
+        called. What the caller changes inside stays changed.
         """
-        if self._shows_settled:
+        self._follow_changes()
+        if self._shows_settled or not self._store:
             yield self
             return
-        self._follow_changes()
-        self._shows_settled = True
+        store, self._shows_settled = self._store, True
         try:
-            self._write_weights(_C.Engine.show_settled)
+            store.write_weights(_C.Engine.show_settled)
             yield self
         finally:
-            self._write_weights(_C.Engine.show_training)
+            store.write_weights(_C.Engine.show_training)
             self._shows_settled = False
 
     def stats(self):
         """Times, volumes and memory so far, as a `zenflow.stats.Stats`."""
-        report = None if self._engine is None else self._engine.report()
-        records = self._records.values()
-        return Stats(
-            total=Counters(**report["total"]) if report else Counters(),
-            last_window=Counters(**report["last_window"]) if report else Counters(),
-            global_grad_norm=none_if_nan(report["gradient_norm"]) if report else None,
-            selection_overlap=none_if_nan(report["selection_overlap"]) if report else None,
-            skipped_steps=self._skipped_steps,
-            update_interval=self._settings.update_interval,
-            update_delay=self._settings.update_delay,
-            host_buffer=self._host_buffer,
-            host_bytes=self._engine.host_bytes if self._engine else 0,
-            device_bytes=sum(t.nbytes for record in records for t in record.block or ()),
-            parameters=len(self._records),
-            split_parameters=sum(record.split for record in records),
-        )
+        return make_stats(self._settings, self._store, self._skipped_steps)
 
-    def _write_weights(self, method):
-        """Calls the engine with all weights, and takes what it wrote as ours."""
-        if self._engine is None:
-            return
-        with torch.no_grad():
-            method(self._engine, self._weight_rows())
-            mark_written(self._records, self._records)
-
-    def _weight_rows(self):
-        for p, record in self._records.items():
-            check_weight(p, record, self._name)
-        return [(*record.weight_row(p), 0, 0, None, 0) for p, record in self._records.items()]
-
-    def _refuse_while_settled(self, what):
-        if self._shows_settled:
-            raise RuntimeError(f"{what} inside `with optimizer.settled()`: leave the block first")
-
-    # -- checkpoints
-    # ------------------------------------------------------------------------------------------------------------
+    # Checkpoints
 
     def state_dict(self):
-        """The canonical state (see `zenflow.state`), under torch's names where torch has them: loads into
-        torch.optim.AdamW too.
+        """The canonical state (see `zenflow.state`), under torch's names where torch has them.
 
-        Only waits for the host: nothing changes, and nothing in it aliases the live state. Saved at any step,
-        training resumes with the same bits. For AdamW nothing is missing after flush().
+        Loads into torch.optim.AdamW too; after flush() nothing is missing for it. Only waits for the host: nothing
+        changes, and nothing in it aliases the live state. Saved at any step, training resumes with the same bits.
         """
         live = self.state, self.param_groups
         self.state, self.param_groups = self._canonical_state()
@@ -315,24 +293,19 @@ class ZenFlowOptimizer(Optimizer):
         """Replaces all state, the schedule's included, with a checkpoint of ZenFlowOptimizer or torch.optim.AdamW.
 
         Constructor settings win over the checkpoint's. Where update_interval, deferred_rule, min_offload_numel,
-        topk_ratio or split differ, the saved window closes as by flush() at the next step, and columns are selected
+        topk_ratio or split differ, the saved window closes as by flush() at the next call, and columns are selected
         anew.
 
         Raises:
             ValueError, KeyError: the groups or shapes differ, or the state is of another optimizer. Nothing has
-            changed then.
+                changed then.
         """
         self._refuse_while_settled("load_state_dict()")
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         saved_groups = copy.deepcopy(state_dict["param_groups"])
-        canonical.check_groups(self.param_groups, saved_groups)
-        by_id = {
-            key: p
-            for group, saved in zip(self.param_groups, saved_groups, strict=True)
-            for p, key in zip(group["params"], saved["params"], strict=True)
-        }
+        by_id = canonical.match_parameters(self.param_groups, saved_groups)
         states = {by_id[key]: state for key, state in state_dict["state"].items() if key in by_id}
         canonical.check_states(states, self._name)
         self._restore(states, saved_groups)
@@ -345,206 +318,91 @@ class ZenFlowOptimizer(Optimizer):
 
     @torch.no_grad()
     def __setstate__(self, state):
-        states, groups = state["state"], state["param_groups"]
         self._settings = state["_settings"]
-        self._reset()
+        self._clear()
         super().__setstate__({**state, "state": collections.defaultdict(dict)})
-        if states:
-            self._restore(states, [dict(group) for group in groups])
-        else:
-            canonical.take_scalars(self.param_groups)
+        self._restore(state["state"], [dict(group) for group in self.param_groups])
 
     def _canonical_state(self):
         """(states by parameter, parameter groups with the schedule's scalars), as state_dict() and pickle need them."""
-        states, clock = {}, (0, 0, 0, 0)
-        if self._engine is not None:
-            self._follow_changes()
-            self._engine.adopt_edits(self._weight_rows())
-            states, clock = self._export_states(), self._engine.clock
-        scalars = canonical.schedule_scalars(self._engine_settings, clock)
+        self._follow_changes()
+        if self._store is None:
+            return {}, list(self.param_groups)
+        held = {p for group in self.param_groups for p in group["params"]}
+        states = {p: state for p, state in self._store.export_states().items() if p in held}
+        scalars = canonical.schedule_scalars(self._store.settings, self._store.engine.clock)
         return states, [{**group, **scalars} for group in self.param_groups]
 
-    def _export_states(self):
-        mean = self._engine_settings.deferred_rule == "mean"
-        parameters = (p for group in self.param_groups for p in group["params"] if p in self._records)
-        return {p: canonical.export_parameter(self._engine, self._records[p], mean) for p in parameters}
-
     def _restore(self, states, saved_groups):
-        """Takes over checked states and groups. The engine runs under the checkpoint's schedule until its window has
-        closed.
+        """Takes over checked states and groups. On an error the old ones stay.
+
+        If the schedule was another, the store runs under that one until its window has closed.
         """
         scalars = canonical.take_scalars(saved_groups)
-        settings = canonical.saved_settings(self._settings, scalars)
         groups = canonical.merge_groups(self.param_groups, saved_groups)
-        layout = {
-            p: (saved.get("topk_ratio", group["topk_ratio"]), saved.get("split", group["split"]))
-            for group, saved in zip(groups, saved_groups, strict=True)
-            for p in group["params"]
-        }
-        outdated = settings != self._settings or any(
-            layout[p] != (group["topk_ratio"], group["split"]) for group in groups for p in group["params"]
-        )
-        clock = canonical.saved_clock(states, scalars)
-        imports = {p: (state, self._splits(p, layout[p][1], settings), layout[p][0]) for p, state in states.items()}
-        self._replace_engine(settings, imports, clock, keep_selection=True)
-        self._outdated = outdated
+        if not scalars and not states:
+            self._clear()
+        else:
+            settings = canonical.saved_settings(self._settings, scalars)
+            layout = self._layout(states, canonical.saved_layouts(groups, saved_groups), settings)
+            clock = canonical.saved_clock(states, scalars)
+            store = self._filled_store(settings, states, layout, clock, groups, keep_selection=True)
+            self._outdated = settings is not self._settings or layout != self._layout(states)
+            self._store = store
         self.param_groups = groups
-
-    def _replace_engine(self, settings, imports, clock, keep_selection):
-        """A fresh engine holding `imports`: (canonical state, split, topk_ratio) by parameter. On any error the old
-        one stays.
-        """
-        host_buffer = memory.choose_host_buffer(
-            self._settings.host_buffer, [(p, split, ratio) for p, (_, split, ratio) in imports.items()], settings
-        )
-        engine = self._make_engine(settings, host_buffer)
-        records = {}
-        for p, (state, split, ratio) in imports.items():
-            records[p] = self._import(engine, settings, p, state, split, ratio, clock, keep_selection)
-        engine.set_clock(*clock)
-        self._engine, self._engine_settings, self._host_buffer = engine, settings, host_buffer
-        self._records = records
-        self.state.clear()
-        self.state.update({p: {"step": record.step} for p, record in records.items()})
-
-    def _import(self, engine, settings, p, state, split, ratio, clock, keep_selection):
-        record = self._make_record(engine, p, split)
-        record.version = None  # the weight may be another than the state's: look for edits at the next call
-        selected = int(canonical.selected_mask(state, record).sum()) if keep_selection else 0
-        nothing_to_select = selected_count(ratio, record.columns) == 0 and clock[2] > 0
-        has_selection = split and keep_selection and (selected > 0 or nothing_to_select)
-        if has_selection:
-            self._lend(engine, record, p.device, selected)
-        canonical.import_parameter(
-            engine,
-            record,
-            p,
-            state,
-            mean=settings.deferred_rule == "mean",
-            in_flight=clock[3] > 0,
-            has_selection=has_selection,
-        )
-        return record
+        self._show_state(states, clear=True)
 
     @torch.no_grad()
     def _follow_changes(self):
-        """Catches up with what changed between calls: a checkpoint of another schedule, a model moved to another
-        dtype.
-        """
-        if self._engine is None:
+        """Catches up with what changed between calls: a model moved to another dtype, a checkpoint's other schedule."""
+        if self._store is None:
             return
-        for p, record in self._records.items():
-            if record.dtype is not p.dtype and record.shape == p.shape:
-                self._follow_dtype(p, record)
+        self._show_state(self._store.follow_dtypes())
         if self._outdated:
-            self._write_weights(_C.Engine.flush)
-            states, groups = self._export_states(), {p: group for group in self.param_groups for p in group["params"]}
-            imports = {
-                p: (state, self._splits(p, groups[p]["split"], self._settings), groups[p]["topk_ratio"])
-                for p, state in states.items()
-            }
+            self._store.write_weights(_C.Engine.flush)
+            states, clock = self._store.export_states(), (self._store.engine.clock[0], 0, 0, 0)
+            layout = self._layout(states)
+            self._store = self._filled_store(
+                self._settings, states, layout, clock, self.param_groups, keep_selection=False
+            )
             self._outdated = False
-            self._replace_engine(self._settings, imports, (self._engine.clock[0], 0, 0, 0), keep_selection=False)
+            self._show_state(states)
 
-    def _follow_dtype(self, p, record):
-        check_parameter(p, self._name(p))
-        engine, mean = self._engine, self._engine_settings.deferred_rule == "mean"
-        state = canonical.follow_dtype(canonical.export_parameter(engine, record, mean), p)
-        has_selection, in_flight = engine.has_selection(record.index), engine.in_flight(record.index)
-        new = self._make_record(engine, p, record.split)
-        new.version = None
-        if has_selection:
-            self._lend(engine, new, p.device, int(state["selected"].sum()))
-        canonical.import_parameter(engine, new, p, state, mean=mean, in_flight=in_flight, has_selection=has_selection)
-        engine.discard(record.index)
-        self._records[p] = new
+    @staticmethod
+    def _filled_store(settings, states, layout, clock, groups, *, keep_selection):
+        store = Store(settings, layout, groups)
+        imports = {p: (states[p], split, ratio) for p, split, ratio in layout}
+        store.import_states(imports, clock, keep_selection=keep_selection)
+        return store
 
-    # -- memory
-    # -----------------------------------------------------------------------------------------------------------------
+    # Small things
 
-    def _adopt(self, new):
-        """Gives state to parameters that have their first gradient; raises MemoryError before anything is allocated."""
-        if not new and self._engine is not None:
-            return
-        trainable = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
-        entries = [
-            (p, self._splits(p, self.param_groups[i]["split"], self._settings), self.param_groups[i]["topk_ratio"])
-            for p, i in (new if self._engine is not None else trainable)
+    def _layout(self, parameters=None, groups=None, settings=None):
+        """(p, whether it is split, topk_ratio) of the given parameters, or of all that are trained."""
+        wanted = None if parameters is None else set(parameters)
+        return [
+            (p, splits(p, group["split"], settings or self._settings), group["topk_ratio"])
+            for group in groups or self.param_groups
+            for p in group["params"]
+            if (p.requires_grad if wanted is None else p in wanted)
         ]
-        wanted = self._host_buffer or self._settings.host_buffer
-        host_buffer = memory.choose_host_buffer(wanted, entries, self._settings)
-        if self._engine is None:
-            self._engine = self._make_engine(self._settings, host_buffer)
-            self._host_buffer = host_buffer
-        for p, index in new:
-            split = self._splits(p, self.param_groups[index]["split"], self._settings)
-            self._records[p] = self._make_record(self._engine, p, split)
 
-    def _make_record(self, engine, p, split):
-        step = torch.tensor(0.0)  # the engine counts in it
-        record = Record(engine.add(list(p.shape), DTYPE_CODES[p.dtype], split, step.data_ptr()), p, split, step)
-        self.state[p] = {"step": step}
-        record.remember(p)
-        if not split:
-            self._lend(engine, record, p.device, record.columns)
-        return record
+    def _show_state(self, parameters, clear=False):
+        """`state[p]`, for those who look: the step count; everything else is in state_dict()."""
+        if clear:
+            self.state.clear()
+        for p in parameters:
+            self.state[p] = {"step": self._store.records[p].step}
 
-    @staticmethod
-    def _splits(p, split, settings):
-        return split and p.dim() >= 2 and p.numel() >= max(1, settings.min_offload_numel)
+    def _refuse_while_settled(self, what):
+        if self._shows_settled:
+            raise RuntimeError(f"{what} inside `with optimizer.settled()`: leave the block first")
 
-    def _lend_blocks(self, parameters, plan):
-        """Memory for the columns that this step's selection will choose, where it takes another number than the
-        last.
-        """
-        if plan.warm_up:
-            return
-        for p, index in parameters:
-            record = self._records[p]
-            if not record.split or p.grad is None or not (plan.selects or record.block is None):
-                continue
-            width = selected_count(self.param_groups[index]["topk_ratio"], record.columns)
-            if record.block is None or record.block[0].shape[1] != width:
-                self._lend(self._engine, record, p.device, width)
-
-    def _lend(self, engine, record, device, width):
-        """Brings memory for the selected columns; what the engine still uses is kept until it has taken the new block
-        over.
-        """
-        block = tuple(torch.empty(record.rows, width, dtype=torch.float32, device=device) for _ in range(3))
-        if not engine.has_lent_block(record.index):
-            record.retiring = record.block
-        record.block = block
-        engine.lend(record.index, *(tensor.data_ptr() for tensor in block), width)
-
-    @staticmethod
-    def _make_engine(settings, host_buffer):
-        return _C.Engine(
-            mean=settings.deferred_rule == "mean",
-            stream=host_buffer == "stream",
-            update_interval=settings.update_interval,
-            update_delay=settings.update_delay,
-            lookahead=float(settings.lookahead),
-            num_threads=settings.num_threads or 0,
-            reserved_share=float(settings.pt_reserved_cores_perc),
-            pin_threads=True,
-        )
-
-    # -- small things
-    # -----------------------------------------------------------------------------------------------------------
-
-    def _reset(self):
-        self._engine = None
-        self._engine_settings = self.__dict__.get("_settings")  # the engine's, until a loaded window has closed
-        self._records = {}  # by parameter
-        self._host_buffer = None
-        self._outdated = False
+    def _clear(self):
+        self._store = None  # until the first step
+        self._outdated = False  # whether the store runs under a checkpoint's schedule
         self._shows_settled = False
         self._skipped_steps = 0
 
-    def _name(self, parameter):
-        for i, group in enumerate(self.param_groups):
-            for j, p in enumerate(group["params"]):
-                if p is parameter:
-                    return group["param_names"][j] if "param_names" in group else f"parameter {j} of group {i}"
-        return "a parameter"
+    def _name(self, p):
+        return parameter_name(self.param_groups, p)

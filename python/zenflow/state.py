@@ -19,6 +19,7 @@ from zenflow.tensors import addresses, same_bits
 FORMAT = 1
 PREFIX = "zenflow_"
 ADAMW_ONLY = {*UNSUPPORTED_OPTIONS, "decoupled_weight_decay"}
+LAYOUT_KEYS = ("topk_ratio", "split")
 NO_WINDOW = (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -107,14 +108,24 @@ def selected_elements(state, p):
     return columns.reshape(p.shape[1:]).expand(p.shape)
 
 
-def check_groups(groups, saved_groups):
-    """Raises torch's own errors for parameter groups that do not match."""
+def match_parameters(groups, saved_groups):
+    """The live parameter of each saved id; raises torch's own errors for groups that do not match."""
     if len(groups) != len(saved_groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
-    if any(len(g["params"]) != len(s["params"]) for g, s in zip(groups, saved_groups, strict=True)):
+    pairs = list(zip(groups, saved_groups, strict=True))
+    if any(len(group["params"]) != len(saved["params"]) for group, saved in pairs):
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
+    return {key: p for group, saved in pairs for p, key in zip(group["params"], saved["params"], strict=True)}
+
+
+def saved_layouts(groups, saved_groups):
+    """The live groups with the topk_ratio and split of the checkpoint, where it has them."""
+    return [
+        {**group, **{key: saved[key] for key in LAYOUT_KEYS if key in saved}}
+        for group, saved in zip(groups, saved_groups, strict=True)
+    ]
 
 
 def check_states(states, name):
@@ -138,7 +149,7 @@ def merge_groups(groups, saved_groups):
     merged = []
     for group, saved in zip(groups, saved_groups, strict=True):
         new = {key: value for key, value in saved.items() if key not in ADAMW_ONLY}
-        new |= {key: group[key] for key in group if key not in new or key in ("params", "topk_ratio", "split")}
+        new |= {key: group[key] for key in group if key not in new or key == "params" or key in LAYOUT_KEYS}
         merged.append(new)
     return merged
 

@@ -57,5 +57,27 @@ class Stats:
     split_parameters: int
 
 
-def none_if_nan(value):
+def make_stats(settings, store, skipped_steps):
+    """The Stats of an optimizer; store is None before its first step."""
+    report = {"total": {}, "last_window": {}, "gradient_norm": math.nan, "selection_overlap": math.nan}
+    records = []
+    if store is not None:
+        report, records = store.engine.report(), list(store.records.values())
+    return Stats(
+        total=Counters(**report["total"]),
+        last_window=Counters(**report["last_window"]),
+        global_grad_norm=_none_if_nan(report["gradient_norm"]),
+        selection_overlap=_none_if_nan(report["selection_overlap"]),
+        skipped_steps=skipped_steps,
+        update_interval=settings.update_interval,
+        update_delay=settings.update_delay,
+        host_buffer=store.host_buffer if store else None,
+        host_bytes=store.engine.host_bytes if store else 0,
+        device_bytes=sum(tensor.nbytes for record in records for tensor in record.block or ()),
+        parameters=len(records),
+        split_parameters=sum(record.split for record in records),
+    )
+
+
+def _none_if_nan(value):
     return None if math.isnan(value) else value

@@ -49,11 +49,20 @@ def check_step(p, gradient, name):
         raise RuntimeError(f"{name} has shape {tuple(p.shape)} but its gradient {tuple(gradient.shape)}")
 
 
-def check_weight(p, record, name):
+def parameter_name(groups, parameter):
+    """For messages: the name that the user gave, or the place in the groups."""
+    for i, group in enumerate(groups):
+        for j, p in enumerate(group["params"]):
+            if p is parameter:
+                return group["param_names"][j] if "param_names" in group else f"parameter {j} of group {i}"
+    return "a parameter"
+
+
+def check_weight(p, record, groups):
     """Raises if p is no longer the tensor that its state was made for; dtypes are followed before."""
     if p.shape != record.shape or p.dtype is not record.dtype or not p.is_cpu:
         raise RuntimeError(
-            f"{name(p)} had shape {tuple(record.shape)}, {record.dtype} on cpu when its state was made, and now has "
+            f"{parameter_name(groups, p)} had shape {tuple(record.shape)} and {record.dtype} on the CPU, and now has "
             f"{tuple(p.shape)}, {p.dtype} on {p.device}: change it back, or make a new optimizer"
         )
 
@@ -136,6 +145,10 @@ class Record:
         address, strides = p.data_ptr(), strides_of(p)
         suspect = p._version != self.version or address != self.address or strides != self.strides
         return (self.index, address, strides, suspect)
+
+    def forget(self):
+        """Makes the next call look for edits."""
+        self.version = None
 
     def remember(self, p):
         """Takes p's version and storage as of our own last write."""

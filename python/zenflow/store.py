@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store: the native engine together with what Python knows of each parameter in it.
+
+Makes room for parameters, lends memory to the engine, and moves whole states in and out.
+Not for: when a step does what (optimizer.py), nor what a state looks like (state.py).
+"""
+
+import torch
+
+from zenflow import _C, memory
+from zenflow import state as canonical
+from zenflow.settings import selected_count
+from zenflow.tensors import DTYPE_CODES, Record, check_parameter, check_weight, mark_written, parameter_name
+
+
+def splits(p, split, settings):
+    """Whether p, in a group with this `split`, has deferred columns."""
+    return split and p.dim() >= 2 and p.numel() >= max(1, settings.min_offload_numel)
+
+
+class Store:
+    """An engine that runs under `settings`, and its parameters.
+
+    Args:
+        settings: fixed for the engine's life.
+        expected: (p, split, topk_ratio) of the parameters that are to be held, for the choice of the host buffer.
+        groups: the optimizer's parameter groups, for names in messages.
+
+    Raises:
+        MemoryError: the host does not have the memory; nothing was allocated.
+    """
+
+    def __init__(self, settings, expected, groups):
+        self.settings = settings
+        self.mean = settings.deferred_rule == "mean"
+        self.host_buffer = memory.choose_host_buffer(settings.host_buffer, expected, settings)
+        self.records = {}  # by parameter
+        self._groups = groups
+        self.engine = _C.Engine(
+            mean=self.mean,
+            stream=self.host_buffer == "stream",
+            update_interval=settings.update_interval,
+            update_delay=settings.update_delay,
+            lookahead=float(settings.lookahead),
+            num_threads=settings.num_threads or 0,
+            reserved_share=float(settings.pt_reserved_cores_perc),
+            pin_threads=True,
+        )
+
+    def add(self, parameters):
+        """Makes records for (p, split, topk_ratio) triples; the engine reads their weights in its next call."""
+        memory.choose_host_buffer(self.host_buffer, parameters, self.settings)
+        for p, split, _ in parameters:
+            self.records[p] = self._make_record(p, split)
+
+    def lend_blocks(self, parameters):
+        """Memory for the columns that the next step selects, for (p, topk_ratio) pairs whose number of them is new."""
+        for p, ratio in parameters:
+            record = self.records[p]
+            width = selected_count(ratio, record.columns)
+            if record.block is None or record.block[0].shape[1] != width:
+                self._lend(record, p.device, width)
+
+    def weight_rows(self):
+        """A row for each weight, as the engine's calls between steps take them."""
+        for p, record in self.records.items():
+            check_weight(p, record, self._groups)
+        return [(*record.weight_row(p), 0, 0, None, 0) for p, record in self.records.items()]
+
+    @torch.no_grad()
+    def write_weights(self, method):
+        """Calls one of the engine's methods that write all weights, and takes what it wrote as ours."""
+        method(self.engine, self.weight_rows())
+        mark_written(self.records, self.records)
+
+    def export_states(self):
+        """Canonical states by parameter, edits of the user taken over; waits for the host and changes nothing else."""
+        self.engine.adopt_edits(self.weight_rows())
+        return {p: canonical.export_parameter(self.engine, record, self.mean) for p, record in self.records.items()}
+
+    def import_states(self, states, clock, *, keep_selection):
+        """Takes over (canonical state, split, topk_ratio) by parameter, and the clock. The store must be empty."""
+        for p, (state, split, ratio) in states.items():
+            record = self.records[p] = self._make_record(p, split)
+            selected = int(canonical.selected_mask(state, record).sum()) if keep_selection else 0
+            nothing_to_select = selected_count(ratio, record.columns) == 0 and clock[2] > 0
+            has_selection = split and keep_selection and (selected > 0 or nothing_to_select)
+            self._import(p, record, state, selected, has_selection=has_selection, in_flight=clock[3] > 0)
+        self.engine.set_clock(*clock)
+
+    @torch.no_grad()
+    def follow_dtypes(self):
+        """Gives parameters that the user moved to another dtype a state for it. Returns those parameters."""
+        moved = [p for p, r in self.records.items() if r.dtype is not p.dtype and r.shape == p.shape and p.is_cpu]
+        for p in moved:
+            check_parameter(p, parameter_name(self._groups, p))
+            old = self.records[p]
+            state = canonical.follow_dtype(canonical.export_parameter(self.engine, old, self.mean), p)
+            kept = {
+                "has_selection": self.engine.has_selection(old.index),
+                "in_flight": self.engine.in_flight(old.index),
+            }
+            record = self._make_record(p, old.split)
+            self._import(p, record, state, int(state["selected"].sum()), **kept)
+            self.records[p] = record
+            self.engine.discard(old.index)
+        return moved
+
+    def _make_record(self, p, split):
+        step = torch.tensor(0.0)  # the engine counts in it
+        index = self.engine.add(list(p.shape), DTYPE_CODES[p.dtype], split, step.data_ptr())
+        record = Record(index, p, split, step)
+        record.remember(p)
+        if not split:
+            self._lend(record, p.device, record.columns)
+        return record
+
+    def _lend(self, record, device, width):
+        """The block before is kept: the engine uses it until its next call has taken the new one over."""
+        block = tuple(torch.empty(record.rows, width, dtype=torch.float32, device=device) for _ in range(3))
+        if not self.engine.has_lent_block(record.index):
+            record.retiring = record.block
+        record.block = block
+        self.engine.lend(record.index, *(tensor.data_ptr() for tensor in block), width)
+
+    def _import(self, p, record, state, selected, *, has_selection, in_flight):
+        if has_selection:
+            self._lend(record, p.device, selected)
+        record.forget()  # the weight may be another than the state's: edits are looked for at the next call
+        canonical.import_parameter(
+            self.engine, record, p, state, mean=self.mean, in_flight=in_flight, has_selection=has_selection
+        )
