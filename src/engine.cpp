@@ -95,10 +95,13 @@ double Engine::choose_columns(std::span<const Operand> operands, const StepPlan&
       if (plan.max_grad_norm == 0) column_norms(o.gradient, context_.kernels, pool_, norms_);
       const std::vector<int32_t> selection = top_k(norms_, p.next_width());
       p.adopt_edits(o.weight);
-      if (p.has_selection()) selected_before += p.selected_width();
-      const int64_t stayed = p.select(o.weight, selection);
-      kept += stayed;
-      report_.total.handover_bytes += 2 * 12 * p.shape().rows * (p.selected_width() - stayed);
+      const bool hands_over = p.has_selection();  // a first selection moves nothing from the device
+      const int64_t width = p.selected_width(), stayed = p.select(o.weight, selection);
+      if (hands_over) {
+        selected_before += width;
+        kept += stayed;
+        report_.total.handover_bytes += 12 * p.shape().rows * (width - stayed + p.selected_width() - stayed);
+      }
     }
     if (p.split() && !p.has_lanes(o.gradient.dtype())) {
       wait_for_host();  // a job may still read the lanes that are replaced

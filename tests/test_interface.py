@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused, in which words, and that nothing has changed then; and how others' states load."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import zenflow
+from compare import assert_all_same, assert_same
+from zenflow import _C, ZenFlowOptimizer
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((24, 40), (7,), (6, 5, 8))]
+
+
+def train(optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+SMALL = {"min_offload_numel": 0, "lr": 1e-2, "num_threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"lr": torch.tensor([1.0, 2.0])}, "Tensor lr must be 1-element"),
+        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
+        ({"weight_decay": -1}, "Invalid weight_decay value: -1"),
+        ({"topk_ratio": 1.5}, r"topk_ratio must be in \[0, 1\], got 1.5"),
+        ({"update_interval": 0}, "update_interval must be an integer >= 1, got 0"),
+        ({"update_interval": 2.5}, "update_interval must be an integer >= 1, got 2.5"),
+        ({"update_interval": "auto"}, "not available yet"),
+        ({"update_delay": "auto"}, "not available yet"),
+        ({"update_delay": 5}, "update_delay=5 with update_interval=4"),
+        ({"select_interval": 6}, "select_interval=6 with update_interval=4"),
+        ({"deferred_rule": "sum"}, "deferred_rule must be one of 'adamw', 'mean', got 'sum'"),
+        ({"host_buffer": "disk"}, "host_buffer must be one of 'auto', 'ring', 'stream'"),
+        ({"lookahead": -1}, "lookahead must be .* >= 0, got -1"),
+        ({"full_warm_up_rounds": -1}, "full_warm_up_rounds must be an integer >= 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be None or a number > 0"),
+        ({"min_offload_numel": -1}, "min_offload_numel must be an integer >= 0"),
+        ({"num_threads": 0}, "num_threads must be an integer >= 1"),
+        ({"pt_reserved_cores_perc": 2}, r"pt_reserved_cores_perc must be in \[0, 1\], got 2"),
+        ({"maximize": 1}, "maximize must be True or False"),
+        ({"amsgrad": True}, "amsgrad=True is not supported: .*torch.optim.AdamW"),
+        ({"capturable": True}, "capturable=True is not supported"),
+        ({"differentiable": True}, "differentiable=True is not supported"),
+        ({"foreach": True}, "foreach=True is not supported: .* leave it out"),
+        ({"fused": True}, "fused=True is not supported: .* leave it out"),
+    ],
+)
+def test_a_bad_setting_is_refused_with_its_name_value_and_range(setting, words):
+    with pytest.raises(ValueError, match=words):
+        ZenFlowOptimizer(parameters(), **setting)
+
+
+def test_an_unknown_setting_is_a_type_error_as_for_any_function():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
+        ZenFlowOptimizer(parameters(), learning_rate=1e-3)
+
+
+def test_what_adamw_does_not_ask_for_may_be_passed_as_off():
+    ZenFlowOptimizer(parameters(), amsgrad=False, foreach=None, fused=None, capturable=False)
+
+
+def test_a_bad_group_is_not_added():
+    optimizer = ZenFlowOptimizer(parameters())
+    for group, words in (({"topk_ratio": 2}, "topk_ratio"), ({"amsgrad": True}, "amsgrad"), ({"split": "no"}, "split")):
+        with pytest.raises(ValueError, match=words):
+            optimizer.add_param_group({"params": parameters(), **group})
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 has dtype torch.float64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def sparse_gradient(p):
+    p.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], p.shape, check_invariants=True)
+
+
+def reshaped(p):
+    p.data = p.data[:3].clone()
+    p.grad = torch.zeros_like(p)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (sparse_gradient, "weight has a sparse gradient .*SparseAdam"),
+        (reshaped, r"weight had shape \(24, 40\) .* now has \(3, 40\)"),
+    ],
+)
+def test_what_a_step_cannot_use_is_refused_before_anything_changes(spoil, words):
+    bad, good, _ = parameters()
+    optimizer = ZenFlowOptimizer([("bias", good), ("weight", bad)], **SMALL)
+    train(optimizer, 6)
+    weight, steps = good.detach().clone(), optimizer.stats().total.steps
+    good.grad = torch.ones_like(good)
+    spoil(bad)
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+    assert_same(good, weight, "the other parameter")
+    assert optimizer.stats().total.steps == steps
+
+
+def test_a_meta_tensor_is_refused_before_anything_changes():
+    good, bad = parameters()[1], nn.Parameter(torch.zeros(3, 4, device="meta"))
+    optimizer = ZenFlowOptimizer([good, bad], **SMALL)
+    good.grad, bad.grad = torch.ones_like(good), torch.zeros_like(bad)
+    with pytest.raises(RuntimeError, match=r"parameter 1 of group 0 is a meta tensor .* materialise"):
+        optimizer.step()
+    assert_same(good, parameters()[1], "the other parameter")
+    assert not optimizer.state
+
+
+def test_complex_parameters_are_refused_with_what_to_do():
+    with pytest.raises(ValueError, match="view_as_real"):
+        ZenFlowOptimizer([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+def test_skip_nonfinite_skips_the_whole_step_and_counts_it():
+    ours, twin = parameters(), parameters()
+    optimizer = ZenFlowOptimizer(ours, skip_nonfinite=True, **SMALL)
+    reference = ZenFlowOptimizer(twin, **SMALL)
+    for start in (0, 3, 6):
+        train(optimizer, 3, start)
+        train(reference, 3, start)
+        before = copy.deepcopy(ours)
+        ours[0].grad[2, 3] = float("nan")
+        optimizer.step()
+        assert_all_same(ours, before, "after a skipped step")
+    assert_all_same(ours, twin, "beside a run without the bad gradients")
+    assert optimizer.stats().skipped_steps == 3
+    assert optimizer.stats().total.steps == 9
+
+
+def test_adamws_checkpoint_loads_and_goes_on_as_adamw():
+    theirs = parameters()
+    adamw = torch.optim.AdamW(theirs, lr=1e-2)
+    train(adamw, 5)
+    ours = copy.deepcopy(theirs)
+    optimizer = ZenFlowOptimizer(ours, update_interval=1, update_delay=0, **SMALL)
+    optimizer.load_state_dict(adamw.state_dict())
+    for step in range(5, 15):
+        train(adamw, 1, step)
+        train(optimizer, 1, step)
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=(step - 4) * 8 * 2**-24 * (4 + 1e-2))
+    assert all(float(state["step"]) == 15 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("steps", [6, 8, 9])
+def test_adamw_goes_on_from_our_flushed_checkpoint(steps):
+    ours = parameters()
+    optimizer = ZenFlowOptimizer(ours, **SMALL)
+    train(optimizer, steps)
+    optimizer.flush()
+    theirs = copy.deepcopy(ours)
+    adamw = torch.optim.AdamW(theirs, lr=1e-2)
+    adamw.load_state_dict(optimizer.state_dict())
+    saved = optimizer.state_dict()["state"]
+    for i, p in enumerate(theirs):
+        assert_same(adamw.state[p]["exp_avg"], saved[i]["exp_avg"], "exp_avg")
+        assert_same(adamw.state[p]["exp_avg_sq"], saved[i]["exp_avg_sq"], "exp_avg_sq")
+        assert adamw.state[p]["step"] == steps
+    train(adamw, 3, steps)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"update_interval": 2},
+        {"deferred_rule": "mean"},
+        {"topk_ratio": 0.5},
+        {"min_offload_numel": 500},
+        {"update_interval": 6, "update_delay": 3},
+    ],
+)
+@pytest.mark.parametrize("steps", [8, 9, 10])
+def test_under_another_schedule_a_checkpoints_window_closes_first(other, steps):
+    """As flush() under the old schedule, then training under the new one from the same state."""
+    base = {"topk_ratio": 0.2, **SMALL}
+    ours = parameters()
+    optimizer = ZenFlowOptimizer(ours, **base)
+    train(optimizer, steps)
+    saved, twin = optimizer.state_dict(), copy.deepcopy(ours)
+    optimizer.flush()
+
+    loaded = ZenFlowOptimizer(twin, **{**base, **other})
+    loaded.load_state_dict(saved)
+    assert_all_same([q.detach() for q in twin], [p.detach() for p in twin], "loading writes no weight")
+    loaded.synchronize()
+    assert_all_same(twin, ours, "after the window has closed")
+    masters = [state["master"] for state in optimizer.state_dict()["state"].values()]
+    assert_all_same([state["master"] for state in loaded.state_dict()["state"].values()], masters, "masters")
+    train(loaded, 10, steps)
+    assert loaded.param_groups[0]["topk_ratio"] == {**base, **other}["topk_ratio"]
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing():
+    ours = parameters()
+    optimizer = ZenFlowOptimizer(ours, **SMALL)
+    train(optimizer, 6)
+    before = optimizer.state_dict()
+    wrong_shape = copy.deepcopy(before)
+    wrong_shape["state"][0]["exp_avg"] = torch.zeros(3, 3)
+    no_moments = copy.deepcopy(before)
+    del no_moments["state"][0]["exp_avg_sq"]
+    fewer = {**before, "param_groups": [{**before["param_groups"][0], "params": [0]}]}
+    for state_dict, error in ((wrong_shape, ValueError), (no_moments, KeyError), (fewer, ValueError)):
+        with pytest.raises(error):
+            optimizer.load_state_dict(state_dict)
+    after = optimizer.state_dict()
+    for i, state in before["state"].items():
+        for key, value in state.items():
+            assert torch.equal(after["state"][i][key], value), key
+    train(optimizer, 3, 6)
+
+
+def test_a_checkpoint_loads_with_weights_only():
+    optimizer = ZenFlowOptimizer(parameters(), **SMALL)
+    train(optimizer, 5)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    ZenFlowOptimizer(parameters(), **SMALL).load_state_dict(torch.load(file, weights_only=True))
+
+
+def test_hooks_see_steps_and_states():
+    optimizer, seen = ZenFlowOptimizer(parameters(), **SMALL), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before step"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after step"))
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(len(state["state"])))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before load"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after load"))
+    train(optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before step", "after step", 3, "before load", "after load"]
+
+
+def test_a_scheduler_drives_the_learning_rate():
+    optimizer = ZenFlowOptimizer(parameters(), **SMALL)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
+    train(optimizer, 1)
+    scheduler.step()
+    optimizer.synchronize()
+    weights = copy.deepcopy(optimizer.param_groups[0]["params"])
+    train(optimizer, 2, 1)
+    assert_same(optimizer.param_groups[0]["params"][1], weights[1], "at learning rate 0")
+
+
+def test_the_version_counter_tells_of_our_writes():
+    p = parameters()[0]
+    optimizer = ZenFlowOptimizer([p], **SMALL)
+    version = p._version
+    train(optimizer, 1)
+    assert p._version > version
+
+
+def test_a_dropped_optimizer_frees_its_memory_at_once():
+    held = _C.host_bytes_held()
+    optimizer = ZenFlowOptimizer(parameters(), **SMALL)
+    train(optimizer, 5)
+    assert _C.host_bytes_held() > held
+    gone = weakref.ref(optimizer)
+    gc.disable()  # no cycle that a collection would have to find
+    try:
+        del optimizer
+        assert gone() is None
+        assert _C.host_bytes_held() == held
+    finally:
+        gc.enable()
+
+
+def test_stats_count_what_moves():
+    ratio, rows, columns = 0.1, 24, 40
+    optimizer = ZenFlowOptimizer([parameters()[0]], topk_ratio=ratio, **SMALL)
+    assert optimizer.stats() == ZenFlowOptimizer(parameters(), **SMALL).stats()
+    train(optimizer, 9)
+    stats = optimizer.stats()
+    deferred = rows * (columns - 4)
+    assert stats.total.steps == 9
+    assert stats.total.d2h_bytes == 9 * deferred * 4
+    assert stats.total.h2d_bytes == 2 * deferred * 4
+    assert stats.total.handover_bytes == 0
+    assert stats.last_window.steps == 4
+    assert stats.host_buffer == "ring"
+    assert stats.host_bytes == deferred * 40
+    assert stats.device_bytes == rows * 4 * 12
+    assert (stats.parameters, stats.split_parameters) == (1, 1)
+    assert stats.total.host_update_seconds > 0
+
+
+def test_config_reports_what_runs():
+    config = zenflow.config()
+    assert config.isa in config.isa_available
+    assert config.threads >= 1
