@@ -52,7 +52,8 @@ class Random {
 constexpr zenflow::DType kDTypes[] = {zenflow::DType::kFloat32, zenflow::DType::kBFloat16, zenflow::DType::kFloat16};
 
 inline uint32_t bits_at(zenflow::DType dtype, const void* array, int64_t i) {
-  return zenflow::item_size(dtype) == 4 ? static_cast<const uint32_t*>(array)[i] : static_cast<const uint16_t*>(array)[i];
+  return zenflow::item_size(dtype) == 4 ? static_cast<const uint32_t*>(array)[i]
+                                        : static_cast<const uint16_t*>(array)[i];
 }
 
 inline bool is_nan_pattern(zenflow::DType dtype, uint32_t bits) {

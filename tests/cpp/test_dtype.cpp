@@ -17,8 +17,8 @@ namespace {
 struct Format {
   DType dtype;
   int fraction, bias;
-  int largest() const { return bias; }        // exponent of the largest finite values
-  int smallest() const { return 1 - bias; }   // of the smallest normal ones
+  int largest() const { return bias; }       // exponent of the largest finite values
+  int smallest() const { return 1 - bias; }  // of the smallest normal ones
 };
 
 constexpr Format kBF16{DType::kBFloat16, 7, 127};

@@ -33,7 +33,8 @@ class Array {
   bool operator==(const Array& other) const {
     if (memory_ == other.memory_) return true;
     for (int64_t i = 0; i < size(); ++i) {
-      if (!same_bits(dtype_, bits_at(dtype_, memory_.data(), i), bits_at(dtype_, other.memory_.data(), i))) return false;
+      if (!same_bits(dtype_, bits_at(dtype_, memory_.data(), i), bits_at(dtype_, other.memory_.data(), i)))
+        return false;
     }
     return true;
   }
@@ -92,7 +93,9 @@ Case random_case(Random& random, DType lanes, DType written) {
   }
   c.mean_fold = random_fold(random);
 
-  const Hyper h{.lr = random.one_of({1e-3, 0.0, 2.0, 1e-42}), .beta1 = 0.9, .beta2 = 0.999,
+  const Hyper h{.lr = random.one_of({1e-3, 0.0, 2.0, 1e-42}),
+                .beta1 = 0.9,
+                .beta2 = 0.999,
                 .eps = random.one_of({1e-8, 0.0, 1e-3})};
   const double keep = random.chance(40) ? 1.0 : 1.0 - h.lr * random.one_of({0.01, 0.5});
   const double lookahead = random.one_of({0.0, 1.0, 2.5});
@@ -177,8 +180,8 @@ void check_updates(bool mean) {
           message << kernels->name << ", lanes " << static_cast<int>(lanes) << ", written " << static_cast<int>(written)
                   << ", case " << i << ":" << (s.master == expected.master ? "" : " master")
                   << (s.exp_avg == expected.exp_avg ? "" : " exp_avg")
-                  << (s.exp_avg_sq == expected.exp_avg_sq ? "" : " exp_avg_sq")
-                  << (s.sum == expected.sum ? "" : " sum") << (s.written == expected.written ? "" : " written");
+                  << (s.exp_avg_sq == expected.exp_avg_sq ? "" : " exp_avg_sq") << (s.sum == expected.sum ? "" : " sum")
+                  << (s.written == expected.written ? "" : " written");
           fail(__FILE__, __LINE__, message.str());
         }
       }
@@ -188,9 +191,13 @@ void check_updates(bool mean) {
 
 }  // namespace
 
-TEST(update_equals_the_formula_on_every_instruction_set) { check_updates(false); }
+TEST(update_equals_the_formula_on_every_instruction_set) {
+  check_updates(false);
+}
 
-TEST(update_mean_equals_the_formula_on_every_instruction_set) { check_updates(true); }
+TEST(update_mean_equals_the_formula_on_every_instruction_set) {
+  check_updates(true);
+}
 
 TEST(squares_are_added_with_one_rounding_on_every_instruction_set) {
   Random random(9);

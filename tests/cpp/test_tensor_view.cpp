@@ -26,7 +26,8 @@ Strided random_tensor(Random& random, bool expands) {
   std::vector<size_t> order(dimensions);
   std::iota(order.begin(), order.end(), 0);
   for (size_t i = dimensions; i > 1; --i) {
-    if (random.chance(50)) std::swap(order[i - 1], order[static_cast<size_t>(random.between(0, static_cast<int64_t>(i) - 1))]);
+    if (random.chance(50))
+      std::swap(order[i - 1], order[static_cast<size_t>(random.between(0, static_cast<int64_t>(i) - 1))]);
   }
   t.sizes.resize(dimensions);
   t.strides.resize(dimensions);
@@ -144,7 +145,8 @@ TEST(no_strides_mean_contiguous) {
     std::vector<float> memory(static_cast<size_t>(shape.count()));
     const TensorView view(memory.data(), DType::kFloat32, sizes, {});
     CHECK(view.contiguous());
-    for (int64_t r = 0; r < shape.rows; ++r) CHECK_EQ(view.row(r, nullptr), &memory[static_cast<size_t>(r * shape.columns)]);
+    for (int64_t r = 0; r < shape.rows; ++r)
+      CHECK_EQ(view.row(r, nullptr), &memory[static_cast<size_t>(r * shape.columns)]);
   }
 }
 

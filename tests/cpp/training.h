@@ -21,11 +21,11 @@ enum class Act { kStep, kSynchronize, kFlush, kSettled, kExport, kRestart, kMove
 struct Event {
   Act act;
   uint64_t seed;
-  int edited = -1;           // the parameter that the user changes first, if any
-  bool tracked = true;       // and whether the optimizer is told
+  int edited = -1;               // the parameter that the user changes first, if any
+  bool tracked = true;           // and whether the optimizer is told
   std::vector<int> dtypes = {};  // steps: each parameter's gradient; -1: none
-  bool transposed = false;   // steps: gradients are not contiguous
-  bool hashed = false;       // compare weights afterwards
+  bool transposed = false;       // steps: gradients are not contiguous
+  bool hashed = false;           // compare weights afterwards
 };
 
 struct Script {
@@ -45,6 +45,7 @@ struct Variant {
   bool stream = false;
   bool restarts = false;  // plays kRestart and kMove
   bool flushes_denormals = false;
+  bool patient = false;  // lets the host finish after each event, so that no wait is ever needed
 };
 
 class Training {
