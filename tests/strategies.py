@@ -182,7 +182,7 @@ def parameter_specs(draw, groups=1, dtypes=DTYPES, gradient_dtypes=None):
     )
 
 
-RATIOS = st.one_of(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]), st.floats(0, 1))
+RATIOS = st.one_of(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]), st.floats(0, 1, allow_subnormal=False))
 RATES = st.sampled_from([0.0, 1e-3, 1e-3, 0.01, 0.3])
 BETAS = st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.3, 0.5), (0.0, 0.9), (0.5, 0.0), (0.99, 0.6)])
 
