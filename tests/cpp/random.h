@@ -40,9 +40,11 @@ class Random {
   float any_float() {
     if (!chance(20)) return std::ldexp(uniform(), static_cast<int>(between(-12, 4)));
     using limits = std::numeric_limits<float>;
-    return one_of({0.0f, -0.0f, 1.0f, 0x1p-149f, -0x1.8p-140f, limits::min(), 0x1p-14f, 0x1p-24f, 65504.0f, 65520.0f,
-                   1e19f, -3e38f, limits::max(), limits::infinity(), -limits::infinity(), limits::quiet_NaN(),
-                   any_bits(), any_bits()});
+    // NaNs that would round to infinity, or carry into the sign, if they were rounded as numbers.
+    const float signalling = zenflow::float_from_bits(0x7f800001u), full = zenflow::float_from_bits(0x7fffffffu);
+    if (chance(20)) return any_bits();
+    return one_of({0.0f, -0.0f, 0x1p-149f, -0x1.8p-140f, limits::min(), 0x1p-14f, 0x1p-24f, 65504.0f, 65520.0f, 1e19f,
+                   -3e38f, limits::max(), limits::infinity(), -limits::infinity(), signalling, full, -full});
   }
 
  private:

@@ -33,21 +33,26 @@ void check_variants(uint64_t seed, int events) {
   }
 }
 
+constexpr Hyper kHyper{.lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8};
 constexpr int64_t kRows = 1000, kColumns = 500, kCount = kRows * kColumns;
 
 // A large parameter whose first window has just ended: the host is at work on it.
 struct InFlight {
   std::vector<float> weights = std::vector<float>(kCount, 1.0f), gradient = std::vector<float>(kCount, 0.5f);
   std::vector<float> block = std::vector<float>(3 * kRows);
-  Engine engine{Settings{.update_interval = 1}, 1, {}, 1};
+  Engine engine;
   int64_t index = engine.add({kRows, kColumns}, DType::kFloat32, true);
 
-  InFlight() {
+  explicit InFlight(const Settings& settings = {.update_interval = 1}) : engine(settings, 1, {}, 1) {
     engine.parameter(index).lend({block.data(), block.data() + kRows, block.data() + 2 * kRows, 1});
+    const Operand o = with_gradient();
+    engine.commit({&o, 1}, {.selects = true, .ends_window = settings.update_interval == 1});
+  }
+  Operand with_gradient() {
     Operand o = weight();
     o.gradient = engine.view(index, gradient.data(), std::nullopt, {});
-    o.hyper = {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8};
-    engine.commit({&o, 1}, {.selects = true, .ends_window = true});
+    o.hyper = kHyper;
+    return o;
   }
   Operand weight() {
     Operand o;
@@ -84,6 +89,34 @@ TEST(an_edit_wins_over_the_job_in_flight_whatever_is_called_next) {
     run.engine.synchronize({&o, 1});
     for (int64_t i = kCount - kColumns; i < kCount; ++i) CHECK_EQ(run.weights[static_cast<size_t>(i)], 7.0f);
     CHECK(run.weights[1] < 1.0f);
+  }
+}
+
+// The small parameter's gradient waits behind the large one's, while further steps come to use its lane again.
+TEST(a_streaming_lane_is_written_again_only_when_the_host_has_read_it) {
+  constexpr int64_t kSide = 8, kSmall = kSide * kSide;
+  for (int i = 0; i < 5; ++i) {
+    InFlight run({.stream = true, .update_interval = 100});
+    std::vector<float> weights(kSmall), block(3 * kSide), gradient(kSmall);
+    Operand o;
+    o.parameter = run.engine.add({kSide, kSide}, DType::kFloat32, true);
+    run.engine.parameter(o.parameter).lend({&block[0], &block[kSide], &block[2 * kSide], 1});
+    o.weight = run.engine.view(o.parameter, weights.data(), std::nullopt, {});
+    o.gradient = run.engine.view(o.parameter, gradient.data(), std::nullopt, {});
+    o.hyper = kHyper;
+    float m = 0, v = 0;
+    for (int step = 0; step < 5; ++step) {
+      std::fill(gradient.begin(), gradient.end(), static_cast<float>(step + 1));
+      fold_gradient(make_fold(kHyper, 1.0), gradient[0], m, v);
+      const Operand both[] = {run.with_gradient(), o};
+      run.engine.commit(std::span(both).subspan(step == 0 ? 0 : 1), {});
+    }
+    std::vector<float> exp_avg(kSmall), exp_avg_sq(kSmall), master(kSmall), written(kSmall);
+    bool selected[kSide];
+    run.engine.export_state(o.parameter, {exp_avg.data(), exp_avg_sq.data(), master.data(), written.data(),
+                                          written.data(), selected, nullptr, nullptr});
+    CHECK(exp_avg == std::vector<float>(kSmall, m));
+    CHECK(exp_avg_sq == std::vector<float>(kSmall, v));
   }
 }
 

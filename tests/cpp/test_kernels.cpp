@@ -223,7 +223,7 @@ TEST(conversions_equal_the_scalar_ones_on_every_instruction_set) {
     const int64_t count = random.between(0, 200), used = random.between(0, count);
     Array floats(random, DType::kFloat32, count), narrow(random, dtype, count);
     for (int64_t j = 0; j < count; ++j) {
-      if (random.chance(50)) floats.set(j, random.any_bits());
+      floats.set(j, random.chance(50) ? random.any_bits() : random.any_float());
       if (random.chance(20)) floats.set(j, std::nextafter(narrow.at(j), random.uniform()));
     }
     const Array floats_before(random, DType::kFloat32, count), narrow_before(random, dtype, count);

@@ -164,6 +164,7 @@ TEST(transposed_and_sliced_views_are_not_contiguous) {
   CHECK(!contiguous({2, 3, 4}, {4, 8, 1}));
   CHECK(!contiguous({2, 3, 2, 2}, {12, 1, 6, 3}));
   CHECK(contiguous({1, 24}, {99, 1}));
+  CHECK(contiguous({6, 1, 4}, {4, 99, 1}));
   CHECK(!contiguous({12}, {2}));
 }
 

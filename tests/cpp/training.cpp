@@ -6,6 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "check.h"
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -167,6 +169,14 @@ std::vector<uint64_t> Training::run() {
   }
   digests.push_back(weights_digest());
   digests.push_back(state_digest());
+  for (const Tensor& t : tensors_) {
+    if (!knows_moments() || t.index < 0) continue;
+    const Exported e = export_state(t);
+    for (size_t i = 0; i < t.exp_avg.size(); ++i) {
+      CHECK(same_bits(DType::kFloat32, bits_from_float(e.exp_avg[i]), bits_from_float(t.exp_avg[i])));
+      CHECK(same_bits(DType::kFloat32, bits_from_float(e.exp_avg_sq[i]), bits_from_float(t.exp_avg_sq[i])));
+    }
+  }
   return digests;
 }
 
@@ -238,6 +248,29 @@ void Training::lend(Tensor& t, int64_t width) {
   engine_->parameter(t.index).lend({arrays[0], arrays[1], arrays[2], width});
 }
 
+// The rule of "adamw": whatever the schedule, the moments are those of AdamW on the same gradients.
+void Training::expect_moments(Tensor& t, const Hyper& hyper, DType dtype, const std::vector<char>& gradient,
+                              bool transposed) const {
+  t.exp_avg.resize(static_cast<size_t>(t.count()));
+  t.exp_avg_sq.resize(static_cast<size_t>(t.count()));
+  const Fold fold = make_fold(hyper, t.maximize ? -1.0 : 1.0);
+  const std::vector<int64_t> strides = transposed_strides(t.sizes);
+  std::vector<int64_t> index(t.sizes.size());
+  int64_t offset = 0;
+  for (int64_t i = 0; i < t.count(); ++i) {
+    const float g = with_dtype(dtype, [&]<DType D>() {
+      using Bits = typename BitsOf<D>::type;
+      return widen<D>(reinterpret_cast<const Bits*>(gradient.data())[transposed ? offset : i]);
+    });
+    fold_gradient(fold, g * fold.scale, t.exp_avg[static_cast<size_t>(i)], t.exp_avg_sq[static_cast<size_t>(i)]);
+    for (size_t d = index.size(); d-- > 0;) {  // the next element, the last dimension fastest
+      offset += strides[d];
+      if (++index[d] < t.sizes[d]) break;
+      offset -= strides[d] * std::exchange(index[d], 0);
+    }
+  }
+}
+
 void Training::step(const Event& event) {
   Random random(event.seed);
   Hyper hyper{.lr = random.one_of({1e-3, 1e-2, 1e-3, 0.0}),
@@ -254,6 +287,7 @@ void Training::step(const Event& event) {
     gradients[i].resize(static_cast<size_t>(t.count() * item_size(dtype)));
     fill(random, dtype, gradients[i], t.gradient_scale, static_cast<int>(random.between(2, 30)));
     if (random.chance(5)) store_rounded(dtype, gradients[i].data(), random.between(0, t.count() - 1), NAN);
+    if (knows_moments()) expect_moments(t, hyper, dtype, gradients[i], event.transposed);
     if (t.index < 0) {
       t.index = engine_->add(t.sizes, t.dtype, t.split);
       if (!t.split) lend(t, t.columns());

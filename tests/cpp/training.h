@@ -51,7 +51,8 @@ struct Variant {
 class Training {
  public:
   Training(const Script& script, const Variant& variant);
-  // Plays everything and returns a digest after each hashed event, then one of all state. NaNs count as equal.
+  // Plays everything, checks the moments against plain AdamW's where it can, and returns a digest after each hashed
+  // event, then one of all state. NaNs count as equal.
   std::vector<uint64_t> run();
 
  private:
@@ -68,6 +69,8 @@ class Training {
     bool suspect = false;
     int64_t width = -1;
     std::list<std::vector<float>> blocks;
+    // What AdamW without a schedule would have for moments.
+    std::vector<float> exp_avg, exp_avg_sq;
 
     int64_t count() const { return zenflow::matrix_of(sizes).count(); }
     int64_t columns() const { return zenflow::matrix_of(sizes).columns; }
@@ -79,6 +82,9 @@ class Training {
   void play(const Event& event);
   void edit(int parameter, uint64_t seed, bool tracked);
   void step(const Event& event);
+  void expect_moments(Tensor& t, const zenflow::Hyper& hyper, zenflow::DType dtype, const std::vector<char>& gradient,
+                      bool transposed) const;
+  bool knows_moments() const { return variant_.patient && !script_.settings.mean && script_.max_grad_norm == 0; }
   void restart();
   void move(Tensor& t);
   void lend(Tensor& t, int64_t width);
