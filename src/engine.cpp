@@ -47,7 +47,7 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   updater_.wait(0);  // an error of earlier host work surfaces before anything changes
   const int64_t step = clock_.step + 1;
 
-  prepare(operands);
+  prepare(operands, plan);
   if (plan.selects) {
     wait_for_host();  // the one exception to the visibility rule: a column must never have two owners
     publish(operands);
@@ -70,16 +70,20 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   }
 }
 
-// All that can run out of memory or find an edit, before any gradient counts.
-void Engine::prepare(std::span<const Operand> operands) {
+bool Engine::selects(const Operand& o, const StepPlan& plan) {
+  return o.gradient && of(o).split() && !plan.warm_up && (plan.selects || !of(o).has_selection());
+}
+
+void Engine::prepare(std::span<const Operand> operands, const StepPlan& plan) {
   if (std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.suspect; })) wait_for_host();
   for (const Operand& o : operands) {
-    if (o.suspect || !of(o).initialised()) adopt(o);
+    const bool starts_split = !of(o).initialised() && selects(o, plan);  // by its selection, in choose_columns()
+    if (!starts_split && (o.suspect || !of(o).initialised())) adopt(o);
   }
 }
 
 void Engine::adopt(const Operand& o) {
-  of(o).initialised() ? of(o).adopt_edits(o.weight) : of(o).initialise(o.weight);
+  of(o).initialised() ? of(o).adopt_edits(o.weight) : of(o).initialise(o.weight, nullptr);
 }
 
 // Hands columns over where a selection is due, and returns the clipping coefficient; both judge by the raw gradients.
@@ -89,18 +93,21 @@ double Engine::choose_columns(std::span<const Operand> operands, const StepPlan&
   for (const Operand& o : operands) {
     Parameter& p = of(o);
     if (!o.gradient) continue;
-    const bool selects = p.split() && !plan.warm_up && (plan.selects || !p.has_selection());
     if (plan.max_grad_norm > 0) total += squared_norm(o.gradient, context_.kernels, pool_, norms_);
-    if (selects) {
+    if (selects(o, plan)) {
       if (plan.max_grad_norm == 0) column_norms(o.gradient, context_.kernels, pool_, norms_);
       const std::vector<int32_t> selection = top_k(norms_, p.next_width());
-      p.adopt_edits(o.weight);
-      const bool hands_over = p.has_selection();  // a first selection moves nothing from the device
-      const int64_t width = p.selected_width(), stayed = p.select(o.weight, selection);
-      if (hands_over) {
-        selected_before += width;
-        kept += stayed;
-        report_.total.handover_bytes += 12 * p.shape().rows * (width - stayed + p.selected_width() - stayed);
+      if (!p.initialised()) {
+        p.initialise(o.weight, &selection);
+      } else {
+        p.adopt_edits(o.weight);
+        const bool hands_over = p.has_selection();  // a first selection moves nothing from the device
+        const int64_t width = p.selected_width(), stayed = p.select(o.weight, selection);
+        if (hands_over) {
+          selected_before += width;
+          kept += stayed;
+          report_.total.handover_bytes += 12 * p.shape().rows * (width - stayed + p.selected_width() - stayed);
+        }
       }
     }
     if (p.split() && !p.has_lanes(o.gradient.dtype())) {

@@ -99,7 +99,8 @@ class Engine {
 
   Parameter& of(const Operand& operand) { return parameter(operand.parameter); }
   void adopt(const Operand& operand);
-  void prepare(std::span<const Operand> operands);
+  bool selects(const Operand& operand, const StepPlan& plan);
+  void prepare(std::span<const Operand> operands, const StepPlan& plan);
   double choose_columns(std::span<const Operand> operands, const StepPlan& plan);
   void apply_gradients(std::span<const Operand> operands, double coefficient);
   void submit_host_work(std::span<const Operand> operands, const StepPlan& plan);

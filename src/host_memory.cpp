@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kAlignment = 64;              // a cache line, and an AVX-512 vector
 constexpr int64_t kMapFrom = int64_t{2} << 20;  // one huge page
+constexpr int64_t kPage = 4096;                 // the smallest page: mapped memory is zero, a touch places it
 
 std::atomic<int64_t> held{0};
 
@@ -73,10 +74,12 @@ void HostArray::first_touch(ThreadPool& pool, int64_t element_bytes, int64_t gra
   if (element_bytes < 1) {
     throw std::invalid_argument("zenflow: first_touch needs element_bytes >= 1, got " + std::to_string(element_bytes));
   }
+  if (bytes_ < kMapFrom) return;  // from the heap: touched already
   const int64_t elements = bytes_ / element_bytes + (bytes_ % element_bytes != 0);
   pool.parallel_for(elements, grain, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * element_bytes, last = std::min(end * element_bytes, bytes_);
-    std::memset(static_cast<char*>(data_) + first, 0, last - first);
+    for (int64_t i = (first + kPage - 1) / kPage * kPage; i < last; i += kPage)
+      static_cast<volatile char*>(data_)[i] = 0;
   });
 }
 

@@ -36,7 +36,7 @@ class HostArray {
   void* data() const { return data_; }  // nullptr if empty
   int64_t bytes() const { return bytes_; }
 
-  // Writes zeros from the threads that will use the memory: those that get the same ranges from
+  // Writes a zero into each page from the thread that will use it: the one that gets the same range from
   // pool.parallel_for(bytes / element_bytes, grain, ...). Call before anything is stored.
   void first_touch(ThreadPool& pool, int64_t element_bytes, int64_t grain);
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <numeric>
 #include <utility>
 
 #include "rows.h"
@@ -84,25 +83,39 @@ void Parameter::reserve_lanes(DType gradient) {
   lane_count_ = wanted;
 }
 
-void Parameter::initialise(const TensorView& weight) {
-  if (split_) {
-    arrays_ = make_host_arrays(shape_.columns);
-    slot_columns_.resize(static_cast<size_t>(shape_.columns));
-    std::iota(slot_columns_.begin(), slot_columns_.end(), 0);
-  } else {
-    device_ = take_lent_block();
-    std::fill_n(device_.exp_avg, shape_.count(), 0.0f);
-    std::fill_n(device_.exp_avg_sq, shape_.count(), 0.0f);
+std::vector<int32_t> Parameter::columns_without(const std::vector<int32_t>& selection) const {
+  std::vector<int32_t> deferred;
+  size_t i = 0;
+  for (int32_t c = 0; c < shape_.columns; ++c) {
+    if (i < selection.size() && selection[i] == c) {
+      ++i;
+    } else {
+      deferred.push_back(c);
+    }
   }
-  if (context_.settings.mean && split_) column_steps_.assign(static_cast<size_t>(shape_.columns), 0);
-  float* masters = split_ ? host().master : device_.master;
+  return deferred;
+}
+
+void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>* selection) {
+  if (split_) {
+    std::vector<int32_t> deferred = columns_without(selection != nullptr ? *selection : std::vector<int32_t>());
+    arrays_ = make_host_arrays(static_cast<int64_t>(deferred.size()));  // may throw: nothing has changed yet
+    slot_columns_ = std::move(deferred);
+    if (selection != nullptr) device_columns_ = *selection;
+    if (context_.settings.mean) column_steps_.assign(static_cast<size_t>(shape_.columns), 0);
+  }
+  if (!split_ || selection != nullptr) device_ = take_lent_block();
+  has_selection_ = selection != nullptr;
+  std::fill_n(device_.exp_avg, shape_.rows * device_.width, 0.0f);
+  std::fill_n(device_.exp_avg_sq, shape_.rows * device_.width, 0.0f);
+  const ColumnState host = this->host();
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    Scratch live(shape_.columns * item_size(dtype_));
-    weight.gather(r, nullptr, shape_.columns, live.data());
-    context_.kernels.widen(live.data(), dtype_, shape_.columns, masters + r * shape_.columns);
-    if (split_)
-      std::memcpy(host_row(arrays_.last_written, r), live.data(),
-                  static_cast<size_t>(shape_.columns * item_size(dtype_)));
+    Scratch live(device_.width * item_size(dtype_));
+    weight.gather(r, device_index(), device_.width, live.data());
+    context_.kernels.widen(live.data(), dtype_, device_.width, device_.master + r * device_.width);
+    if (slots() == 0) return;
+    weight.gather(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
+    context_.kernels.widen(host_row(arrays_.last_written, r), dtype_, slots(), host.master + r * slots());
   });
   initialised_ = true;
 }
@@ -156,11 +169,7 @@ void Parameter::hand_over(const TensorView& weight, std::span<const int32_t> lea
 
 // Lays both sides out anew: the first selection, or one of another size.
 void Parameter::repartition(const TensorView& weight, const std::vector<int32_t>& selection) {
-  std::vector<int32_t> deferred;
-  for (int32_t c = 0, i = 0; c < shape_.columns; ++c) {
-    const bool selected = i < static_cast<int32_t>(selection.size()) && selection[i] == c;
-    selected ? void(++i) : deferred.push_back(c);
-  }
+  std::vector<int32_t> deferred = columns_without(selection);
   HostArrays arrays = make_host_arrays(static_cast<int64_t>(deferred.size()));  // may throw: nothing has changed yet
   const ColumnState old_device = std::exchange(device_, take_lent_block()), old_host = host();
   const HostArrays old_arrays = std::exchange(arrays_, std::move(arrays));

@@ -108,8 +108,8 @@ class Parameter {
   bool has_lent_block() const { return lent_.has_value(); }
   int64_t next_width() const { return lent_ ? lent_->width : device_.width; }
 
-  // Masters from the weight, moments zero, every column on its first side.
-  void initialise(const TensorView& weight);
+  // Masters from the weight, moments zero; split by the selection, or for warm-up (null) with every column on the host.
+  void initialise(const TensorView& weight, const std::vector<int32_t>* selection);
   // Whether the next gradient of this dtype has a lane; if not, reserve_lanes makes them. [idle]
   bool has_lanes(DType gradient) const;
   void reserve_lanes(DType gradient);
@@ -154,6 +154,7 @@ class Parameter {
   ColumnState take_lent_block() { return std::exchange(lent_, std::nullopt).value_or(ColumnState()); }
   void set_steps(int64_t steps);
   int64_t wanted_lanes() const;
+  std::vector<int32_t> columns_without(const std::vector<int32_t>& selection) const;
   HostArrays make_host_arrays(int64_t slots) const;
   void repartition(const TensorView& weight, const std::vector<int32_t>& selection);
   void hand_over(const TensorView& weight, std::span<const int32_t> leaving, std::span<const int32_t> joining);

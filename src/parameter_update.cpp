@@ -142,7 +142,7 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
   job.written_dtype = dtype_;
   job.rows = shape_.rows;
   job.slots = slots();
-  job.mean = context_.settings.mean;
+  job.mean = context_.settings.mean && has_selection_;  // warm-up is plain AdamW under either rule
   open_lanes_.clear();
   open_folds_.clear();
   if (!closes_window) return job;
@@ -151,7 +151,7 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
   job.closes_window = true;
   job.gradient_count = window.count;
   job.move = make_adam_step(window.last, window.lr_sum, window.keep, steps_, lookahead);
-  if (job.mean) {
+  if (context_.settings.mean) {
     for (int32_t c : slot_columns_) ++column_steps_[static_cast<size_t>(c)];
     const double decay = window.last.lr * window.last.weight_decay;
     job.move = make_adam_step(window.last, window.last.lr, 1.0 - decay, steps_, lookahead);

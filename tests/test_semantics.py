@@ -252,6 +252,16 @@ def test_in_warm_up_every_column_moves_at_every_step_without_look_ahead():
     assert changes == [False, False, False, True, False]  # windows begin after warm-up
 
 
+def test_warm_up_keeps_the_sign_of_a_zero_gradient_under_either_rule():
+    for rule in ("adamw", "mean"):
+        p = nn.Parameter(torch.ones(1, 2))
+        settings = {"betas": (0.0, 0.9), "deferred_rule": rule, "topk_ratio": 0, "full_warm_up_rounds": 9}
+        optimizer = zenflow_of(p, **settings)
+        for gradient in ([[1.0, -1.0]], [[1.0, -0.0]]):
+            step_with(optimizer, p, torch.tensor(gradient))
+        assert_same(saved_state(optimizer)[0]["exp_avg"], torch.tensor([[1.0, -0.0]]), rule)
+
+
 def test_small_and_unsplit_parameters_are_updated_in_full_at_every_step():
     tensors = [random_parameter(), random_parameter(7), random_parameter(3, 5), random_parameter(20, 30)]
     split_off = random_parameter(20, 30, seed=1)

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "host_memory.h"
 
+#include <sys/mman.h>
+
 #include <unistd.h>
+#include <algorithm>
+#include <vector>
 
 #include <cstdint>
 #include <cstring>
@@ -81,12 +85,16 @@ TEST(a_refused_allocation_names_its_size) {
   CHECK_THROWS(std::invalid_argument, HostArray(-1));
 }
 
-TEST(first_touch_writes_every_byte_once_more) {
+TEST(first_touch_makes_every_page_resident_and_leaves_zeros) {
   zenflow::ThreadPool pool(3);
-  for (const int64_t bytes : {int64_t{1}, int64_t{4096}, int64_t{10001}, 2 * kMiB + 6}) {
+  for (const int64_t bytes : {int64_t{1}, int64_t{4096}, int64_t{10001}, 2 * kMiB + 6, 5 * kMiB}) {
     HostArray array(bytes);
-    std::memset(array.data(), 1, bytes);
     array.first_touch(pool, 4, 16);
+    if (bytes >= 2 * kMiB) {
+      std::vector<unsigned char> resident((bytes + 4095) / 4096);
+      CHECK_EQ(mincore(array.data(), bytes, resident.data()), 0);
+      CHECK_EQ(std::count(resident.begin(), resident.end(), 1), static_cast<int64_t>(resident.size()));
+    }
     CHECK(all_zero(array));
   }
   HostArray array(8);
