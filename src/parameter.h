@@ -5,9 +5,13 @@
 // Layout. The device block holds the selected columns as [rows, width] fp32 arrays in memory lent by the caller; the
 // host arrays hold the deferred columns as [rows, slots]. A column has exactly one owner. A parameter that is not split
 // has every column in the block and no host arrays; one that is split but has no selection yet (warm-up) has every
-// column on the host. Order. All methods are called by one thread. Those marked [idle] need every host job of this
-// parameter finished; the others may run beside a job, which touches only its own lanes, the moments, and, if it closes
-// a window, master and pending. Source of the rules: DESIGN.md section 2; of the arithmetic: docs/arithmetic.md.
+// column on the host.
+//
+// Order. All methods are called by one thread. Those marked [idle] need every host job of this parameter finished; the
+// others may run beside a job, which touches only its own lanes, the moments, and, if it closes a window, master and
+// pending.
+//
+// The rules are those of docs/design.md, the formulas those of docs/arithmetic.md.
 #pragma once
 
 #include <cstdint>

@@ -121,7 +121,7 @@ class Settings:
             raise ValueError(f"pt_reserved_cores_perc must be in [0, 1], got {share!r}")
 
     def plan(self, clock):
-        """What the step after `clock` does (DESIGN.md, "Step and window", "Selection", "Visibility").
+        """What the step after `clock` does (docs/design.md, "Step and window", "Selection", "Visibility").
 
         clock: (steps so far, of them in the open window, step of the last selection or 0, step of the next
             publication or 0).
