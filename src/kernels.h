@@ -2,7 +2,7 @@
 // The inner loops that are compiled once per instruction set, and the choice among them.
 //
 // Every loop works on contiguous runs of elements. All instruction sets give equal bits (docs/arithmetic.md). Pointers
-// need no alignment; `written` may not overlap the other arrays. Nothing here allocates or throws.
+// need no more than their element's alignment; `written` may not overlap the other arrays. Nothing allocates or throws.
 #pragma once
 
 #include <cstdint>
