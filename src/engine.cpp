@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <mutex>
 #include <utility>
 
 #include "cpu_columns.h"
@@ -30,7 +31,7 @@ Engine::Engine(const Settings& settings, int host_threads, std::vector<int> pin_
       lane_tickets_(static_cast<size_t>(1 + settings.update_delay), 0) {}
 
 int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   auto state = std::make_unique<Parameter>(context_, sizes, dtype, split, step_count);
   parameters_.push_back({std::move(sizes), std::move(state)});
   return static_cast<int64_t>(parameters_.size()) - 1;
@@ -42,7 +43,7 @@ TensorView Engine::view(int64_t index, void* data, std::optional<DType> dtype, s
 }
 
 void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
   updater_.wait(0);  // an error of earlier host work surfaces before anything changes
   const int64_t step = clock_.step + 1;
@@ -174,8 +175,12 @@ void Engine::wait(HostUpdater::Ticket ticket) {
 }
 
 void Engine::synchronize(std::span<const Operand> operands) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
+  settle(operands);
+}
+
+void Engine::settle(std::span<const Operand> operands) {
   wait_for_host();
   for (const Operand& o : operands) {
     Parameter& p = of(o);
@@ -187,56 +192,54 @@ void Engine::synchronize(std::span<const Operand> operands) {
 }
 
 void Engine::flush(std::span<const Operand> operands) {
-  {
-    const std::lock_guard lock(mutex_);
-    const FloatingPointMode mode;
-    wait_for_host();
-    for (const Operand& o : operands) adopt(o);
-    submit_host_work(operands, {.ends_window = true});
-    clock_.window_step = 0;
-  }
-  synchronize(operands);
+  const std::lock_guard lock(calls_.mutex());
+  const FloatingPointMode mode;
+  wait_for_host();
+  for (const Operand& o : operands) adopt(o);
+  submit_host_work(operands, {.ends_window = true});
+  clock_.window_step = 0;
+  settle(operands);
 }
 
 void Engine::show_settled(std::span<const Operand> operands) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   wait_for_host();
   for (const Operand& o : operands) adopt(o), of(o).show_settled(o.weight);
 }
 
 void Engine::show_training(std::span<const Operand> operands) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   wait_for_host();
   for (const Operand& o : operands) adopt(o), of(o).show_training(o.weight);
 }
 
 void Engine::adopt_edits(std::span<const Operand> operands) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   wait_for_host();
   for (const Operand& o : operands) adopt(o);
 }
 
 void Engine::export_state(int64_t index, const FullState& full) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
   wait_for_host();
   parameter(index).export_state(full);
 }
 
 void Engine::import_state(int64_t index, const FullState& full, const ImportedClock& clock) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   wait_for_host();
   parameter(index).import_state(full, clock);
 }
 
 void Engine::discard(int64_t index) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   wait_for_host();
   parameters_.at(static_cast<size_t>(index)).state.reset();
 }
 
 void Engine::set_clock(const Clock& clock) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(calls_.mutex());
   clock_ = clock;
 }
 

@@ -9,11 +9,11 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "fork.h"
 #include "host_updater.h"
 #include "parameter.h"
 
@@ -105,10 +105,11 @@ class Engine {
   void apply_gradients(std::span<const Operand> operands, double coefficient);
   void submit_host_work(std::span<const Operand> operands, const StepPlan& plan);
   void publish(std::span<const Operand> operands);
+  void settle(std::span<const Operand> operands);
   void wait(HostUpdater::Ticket ticket);
   void wait_for_host() { wait(last_ticket_); }
 
-  std::mutex mutex_;
+  CallMutex calls_;
   Settings settings_;
   ThreadPool pool_;
   Context context_;

@@ -113,6 +113,31 @@ void remove_fork_member(const std::shared_ptr<ForkMember>& member) {
   std::erase(r.members, member);
 }
 
+class CallMutex::Impl : public ForkMember {
+ public:
+  Impl() : ForkMember(Rank::kCall) {}
+  ~Impl() override { delete mutex; }
+
+  void hold() override { mutex->lock(); }
+  void release() override { mutex->unlock(); }
+  void abandon() override { mutex = new std::mutex; }
+  void shutdown() noexcept override {}
+
+  std::mutex* mutex = new std::mutex;
+};
+
+CallMutex::CallMutex() : impl_(std::make_shared<Impl>()) {
+  add_fork_member(impl_);
+}
+
+CallMutex::~CallMutex() {
+  remove_fork_member(impl_);
+}
+
+std::mutex& CallMutex::mutex() const {
+  return *impl_->mutex;
+}
+
 void shutdown_all() {
   if (working()) throw std::logic_error("zenflow: shutdown_all() called inside a job or a parallel_for body");
   Registry& r = registry();

@@ -13,6 +13,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 
@@ -21,8 +22,9 @@ namespace zenflow {
 // Something with threads. Held by shared_ptr, as a fork may still hold it while its owner lets go.
 class ForkMember {
  public:
-  // Members are held still in this order: an updater's last job still needs its pool.
-  enum class Rank { kUpdater, kPool };
+  // Members are held still in this order: a call still needs its updater, an updater's last job its
+  // pool.
+  enum class Rank { kCall, kUpdater, kPool };
 
   explicit ForkMember(Rank rank) : rank(rank) {}
   virtual ~ForkMember() = default;
@@ -37,6 +39,22 @@ class ForkMember {
 
 void add_fork_member(std::shared_ptr<ForkMember> member);
 void remove_fork_member(const std::shared_ptr<ForkMember>& member);
+
+// Serialises calls that no fork may cut in two. Create it before the pools and updaters that the calls
+// use.
+class CallMutex {
+ public:
+  CallMutex();
+  ~CallMutex();
+  CallMutex(const CallMutex&) = delete;
+  CallMutex& operator=(const CallMutex&) = delete;
+
+  std::mutex& mutex() const;
+
+ private:
+  class Impl;
+  std::shared_ptr<Impl> impl_;
+};
 
 // For the interpreter's exit: drains and joins every updater and pool. Later use starts their
 // threads again. Throws std::logic_error inside a job or a body, which would join itself.

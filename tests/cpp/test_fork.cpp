@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -127,6 +128,32 @@ TEST(fork_from_another_thread_than_the_user) {
   stop = true;
   user.join();
   CHECK_EQ(status.load(), 0);
+}
+
+TEST(fork_waits_for_calls_under_way) {
+  zenflow::CallMutex calls;
+  HostUpdater updater(2, {});
+  std::vector<int> values(kCount);
+  int begun = 0, ended = 0;
+  std::atomic<bool> stop{false};
+  std::thread caller([&] {
+    while (!stop) {
+      const std::lock_guard lock(calls.mutex());
+      ++begun;
+      updater.wait(updater.submit([&](ThreadPool& pool) { add_one(pool, values); }));
+      ++ended;
+    }
+  });
+  int status = 0;
+  for (int round = 0; round < 50; ++round) {
+    status |= status_of_fork([&] {
+      const std::lock_guard lock(calls.mutex());
+      return begun == ended && all_equal(values, ended);
+    });
+  }
+  stop = true;
+  caller.join();
+  CHECK_EQ(status, 0);
 }
 
 TEST(forks_from_two_threads_at_once) {
