@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cmath>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "cpu_columns.h"
@@ -45,7 +47,7 @@ TensorView Engine::view(int64_t index, void* data, std::optional<DType> dtype, s
 void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
-  updater_.wait(0);  // an error of earlier host work surfaces before anything changes
+  wait(0);  // an error of earlier work surfaces before anything changes
   const int64_t step = clock_.step + 1;
 
   prepare(operands, plan);
@@ -54,12 +56,19 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
     publish(operands);
   }
   const double coefficient = choose_columns(operands, plan);
-  apply_gradients(operands, coefficient);
-  if (clock_.publish_at == step) {
-    wait_for_host();
-    publish(operands);
+  try {
+    apply_gradients(operands, coefficient);
+    if (clock_.publish_at == step) {
+      wait_for_host();
+      publish(operands);
+    }
+    submit_host_work(operands, plan);
+  } catch (const std::exception& error) {
+    const std::string what = error.what();
+    broken_ = std::make_exception_ptr(std::runtime_error("zenflow: an earlier step failed half-way (" + what +
+                                                         "): load a checkpoint into a new optimizer"));
+    throw;
   }
-  submit_host_work(operands, plan);
 
   clock_.step = step;
   clock_.window_step = plan.ends_window ? 0 : clock_.window_step + 1;
@@ -169,6 +178,7 @@ void Engine::publish(std::span<const Operand> operands) {
 }
 
 void Engine::wait(HostUpdater::Ticket ticket) {
+  if (broken_) std::rethrow_exception(broken_);
   const auto start = std::chrono::steady_clock::now();
   updater_.wait(ticket);
   report_.total.stall_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -121,6 +122,7 @@ class Engine {
   std::vector<float> norms_;
   Report report_;
   Counters window_start_;
+  std::exception_ptr broken_;  // what later calls throw, since a step failed half-way
 };
 
 }  // namespace zenflow

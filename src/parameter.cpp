@@ -78,6 +78,8 @@ void Parameter::reserve_lanes(DType gradient) {
                            static_cast<float*>(lanes.data()) + open * deferred_count());
   }
   lanes_ = std::move(lanes);
+  open_lanes_.reserve(static_cast<size_t>(wanted));
+  open_folds_.reserve(static_cast<size_t>(wanted));
   lane_dtype_ = dtype;
   if (lane_count_ != wanted) next_lane_ = 0;
   lane_count_ = wanted;
@@ -97,22 +99,26 @@ std::vector<int32_t> Parameter::columns_without(const std::vector<int32_t>& sele
 }
 
 void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>* selection) {
-  if (split_) {
-    std::vector<int32_t> deferred = columns_without(selection != nullptr ? *selection : std::vector<int32_t>());
-    arrays_ = make_host_arrays(static_cast<int64_t>(deferred.size()));  // may throw: nothing has changed yet
-    slot_columns_ = std::move(deferred);
-    if (selection != nullptr) device_columns_ = *selection;
-    if (context_.settings.mean) column_steps_.assign(static_cast<size_t>(shape_.columns), 0);
-  }
+  std::vector<int32_t> columns = selection != nullptr ? *selection : std::vector<int32_t>();
+  std::vector<int32_t> deferred = split_ ? columns_without(columns) : std::vector<int32_t>();
+  HostArrays arrays = split_ ? make_host_arrays(static_cast<int64_t>(deferred.size())) : HostArrays();
+  if (split_ && context_.settings.mean) column_steps_.assign(static_cast<size_t>(shape_.columns), 0);
+  reserve_scratch(context_.pool, 4 * (split_ || !weight.contiguous() ? shape_.columns : kRun));
+  // Nothing has changed yet, and nothing throws from here on.
+  arrays_ = std::move(arrays);
+  slot_columns_ = std::move(deferred);
+  device_columns_ = std::move(columns);
   if (!split_ || selection != nullptr) device_ = take_lent_block();
   has_selection_ = selection != nullptr;
   std::fill_n(device_.exp_avg, shape_.rows * device_.width, 0.0f);
   std::fill_n(device_.exp_avg_sq, shape_.rows * device_.width, 0.0f);
   const ColumnState host = this->host();
+  const bool in_place = !split_ && weight.rows_contiguous();
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    Scratch live(device_.width * item_size(dtype_));
-    weight.gather(r, device_index(), device_.width, live.data());
-    context_.kernels.widen(live.data(), dtype_, device_.width, device_.master + r * device_.width);
+    Scratch run(in_place ? 0 : device_.width * item_size(dtype_));
+    if (!in_place) weight.gather(r, device_index(), device_.width, run.data());
+    const void* live = in_place ? weight.row(r, nullptr) : run.data();
+    context_.kernels.widen(live, dtype_, device_.width, device_.master + r * device_.width);
     if (slots() == 0) return;
     weight.gather(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
     context_.kernels.widen(host_row(arrays_.last_written, r), dtype_, slots(), host.master + r * slots());
@@ -170,10 +176,12 @@ void Parameter::hand_over(const TensorView& weight, std::span<const int32_t> lea
 // Lays both sides out anew: the first selection, or one of another size.
 void Parameter::repartition(const TensorView& weight, const std::vector<int32_t>& selection) {
   std::vector<int32_t> deferred = columns_without(selection);
-  HostArrays arrays = make_host_arrays(static_cast<int64_t>(deferred.size()));  // may throw: nothing has changed yet
+  std::vector<int32_t> columns = selection;
+  HostArrays arrays = make_host_arrays(static_cast<int64_t>(deferred.size()));
+  // Nothing has changed yet, and nothing throws from here on.
   const ColumnState old_device = std::exchange(device_, take_lent_block()), old_host = host();
   const HostArrays old_arrays = std::exchange(arrays_, std::move(arrays));
-  const std::vector<int32_t> old_columns = std::exchange(device_columns_, selection);
+  const std::vector<int32_t> old_columns = std::exchange(device_columns_, std::move(columns));
   const std::vector<int32_t> old_slots = std::exchange(slot_columns_, std::move(deferred));
   lanes_ = HostArray();
   lane_count_ = 0;

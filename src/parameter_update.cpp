@@ -20,9 +20,14 @@ void gather_run(DType dtype, const void* row, const std::vector<int32_t>& column
 
 // Where a selected weight is not what its master rounds to, somebody edited it: the live value becomes the master.
 void adopt_run(const Kernels& kernels, DType dtype, const void* live, int64_t count, float* master) {
-  Scratch expected(count * item_size(dtype));
-  kernels.round_to(master, dtype, count, expected.data());
-  for_differences(dtype, live, expected.data(), count, [&](int64_t i) { master[i] = widen_element(dtype, live, i); });
+  Scratch expected(std::min(count, kRun) * item_size(dtype));
+  for (int64_t first = 0; first < count; first += kRun) {
+    const int64_t run = std::min(kRun, count - first);
+    const char* found = static_cast<const char*>(live) + first * item_size(dtype);
+    kernels.round_to(master + first, dtype, run, expected.data());
+    for_differences(dtype, found, expected.data(), run,
+                    [&](int64_t i) { master[first + i] = widen_element(dtype, found, i); });
+  }
 }
 
 Update shifted(Update u, int64_t elements) {
@@ -72,7 +77,7 @@ void Parameter::apply_gradient(const TensorView& weight, const TensorView& gradi
   const bool packs = slots() > 0;
   char* const lane_memory = packs ? lane(next_lane_) : nullptr;
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    Scratch staging(shape_.columns * item_size(gradient.dtype()));
+    Scratch staging(gradient.rows_contiguous() ? 0 : shape_.columns * item_size(gradient.dtype()));
     const void* row = gradient.row(r, staging.data());
     if (device_.width > 0) update_selected(weight, row, gradient.dtype(), r, update);
     if (packs) pack(row, gradient.dtype(), r, lane_memory);
@@ -103,11 +108,10 @@ void Parameter::update_selected(const TensorView& weight, const void* row, DType
 
 // A contiguous parameter that is not split, in place.
 void Parameter::update_flat(const TensorView& weight, const TensorView& gradient, const Update& all) const {
-  constexpr int64_t kChunk = 4096;  // the working set stays in the first-level cache
-  const int64_t chunks = (shape_.count() + kChunk - 1) / kChunk;
-  context_.pool.parallel_for(chunks, kElementsPerTask / kChunk, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t first = chunk * kChunk, count = std::min(kChunk, shape_.count() - first);
+  const int64_t runs = (shape_.count() + kRun - 1) / kRun;
+  context_.pool.parallel_for(runs, kElementsPerTask / kRun, [&](int64_t begin, int64_t end) {
+    for (int64_t run = begin; run < end; ++run) {
+      const int64_t first = run * kRun, count = std::min(kRun, shape_.count() - first);
       const Lane lane{gradient.at(first), all.lanes->fold};
       Update u = shifted(all, first);
       u.lanes = &lane;
@@ -164,9 +168,11 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
 
 void Parameter::adopt_selected_edits(const TensorView& weight) {
   for_rows(context_.pool, {shape_.rows, device_.width}, [&](int64_t r) {
-    Scratch live(device_.width * item_size(dtype_));
-    weight.gather(r, device_index(), device_.width, live.data());
-    adopt_run(context_.kernels, dtype_, live.data(), device_.width, device_.master + r * device_.width);
+    const bool in_place = !split_ && weight.rows_contiguous();
+    Scratch run(in_place ? 0 : device_.width * item_size(dtype_));
+    if (!in_place) weight.gather(r, device_index(), device_.width, run.data());
+    const void* live = in_place ? weight.row(r, nullptr) : run.data();
+    adopt_run(context_.kernels, dtype_, live, device_.width, device_.master + r * device_.width);
   });
 }
 

@@ -15,6 +15,7 @@
 namespace zenflow {
 
 constexpr int64_t kElementsPerTask = 16384;  // less work than this is not worth waking a thread
+constexpr int64_t kRun = 4096;               // elements whose working set stays in the first-level cache
 
 // body(r) for every row, rows spread over the pool.
 template <class Body>
@@ -24,6 +25,13 @@ void for_rows(ThreadPool& pool, const Matrix& shape, Body&& body) {
   pool.parallel_for(shape.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) body(r);
   });
+}
+
+// Working memory on every thread of the pool for up to five runs of `bytes`, so that no later loop over rows runs out
+// of it half-way.
+inline void reserve_scratch(ThreadPool& pool, int64_t bytes) {
+  pool.parallel_for(pool.threads(), 1,
+                    [&](int64_t, int64_t) { Scratch a(bytes), b(bytes), c(bytes), d(bytes), e(bytes); });
 }
 
 // Calls f with the unsigned integer of the dtype's size: `with_bits(d, [&]<class Bits>() { ... })`.

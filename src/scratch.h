@@ -17,7 +17,7 @@ class Scratch {
     const auto address = reinterpret_cast<uintptr_t>(buffer_.data());
     data_ = buffer_.data() + (kAlignment - address % kAlignment) % kAlignment;
   }
-  ~Scratch() { store().push_back(std::move(buffer_)); }
+  ~Scratch() { store().idle.push_back(std::move(buffer_)); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
@@ -28,14 +28,23 @@ class Scratch {
   static constexpr size_t kAlignment = 64;
   using Buffer = std::vector<char>;
 
-  static std::vector<Buffer>& store() {
-    static thread_local std::vector<Buffer> buffers;
+  struct Store {
+    std::vector<Buffer> idle;
+    size_t made = 0;
+  };
+
+  static Store& store() {
+    static thread_local Store buffers;
     return buffers;
   }
   static Buffer take() {
-    if (store().empty()) return {};
-    Buffer buffer = std::move(store().back());
-    store().pop_back();
+    Store& s = store();
+    if (s.idle.empty()) {
+      s.idle.reserve(++s.made);  // so that handing back never allocates
+      return {};
+    }
+    Buffer buffer = std::move(s.idle.back());
+    s.idle.pop_back();
     return buffer;
   }
 
