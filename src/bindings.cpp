@@ -149,7 +149,9 @@ PYBIND11_MODULE(_C, m) {
            })
       .def("window", [](Engine& e, int64_t index) { return window_tuple(e.parameter(index).window()); })
       .def("discard", &Engine::discard, py::call_guard<py::gil_scoped_release>())
-      .def("has_lent_block", [](Engine& e, int64_t index) { return e.parameter(index).has_lent_block(); })
+      .def("next_width", [](Engine& e, int64_t index) { return e.parameter(index).next_width(); })
+      .def("block_in_use",
+           [](Engine& e, int64_t index) { return reinterpret_cast<uintptr_t>(e.parameter(index).block_in_use()); })
       .def("in_flight", [](Engine& e, int64_t index) { return e.parameter(index).in_flight(); })
       .def("steps", [](Engine& e, int64_t index) { return e.parameter(index).steps(); })
       .def("has_selection", [](Engine& e, int64_t index) { return e.parameter(index).has_selection(); })

@@ -109,7 +109,7 @@ class Parameter {
   // Memory for the selected columns, taken over by the next initialise (not split), select or import. Its width is how
   // many columns the next selection takes; without a new block that stays as it is.
   void lend(const ColumnState& block) { lent_ = block; }
-  bool has_lent_block() const { return lent_.has_value(); }
+  const void* block_in_use() const { return device_.master; }
   int64_t next_width() const { return lent_ ? lent_->width : device_.width; }
 
   // Masters from the weight, moments zero; split by the selection, or for warm-up (null) with every column on the host.

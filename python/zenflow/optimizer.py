@@ -187,21 +187,20 @@ class ZenFlowOptimizer(Optimizer):
     def _make_room(self, parameters):
         """Gives state to parameters that have their first gradient; raises MemoryError before anything is allocated."""
         if self._store is None:
-            self._store = Store(self._settings, self._layout(), self.param_groups)
+            self._store = Store(self._settings, self._layout(), self.param_groups, self.state)
         new = [p for p, _ in parameters if p not in self._store.records]
         if new:
             self._store.add(self._layout(new))
-            self._show_state(new)
 
     def _lend_blocks(self, parameters, plan):
         """Memory for selected columns where this step selects: at its time, or at a parameter's first gradient."""
         if plan.warm_up:
             return
-        records = self._store.records
+        records, engine = self._store.records, self._store.engine
         self._store.lend_blocks(
             (p, self.param_groups[group]["topk_ratio"])
             for p, group in parameters
-            if records[p].split and p.grad is not None and (plan.selects or records[p].block is None)
+            if records[p].split and p.grad is not None and (plan.selects or not engine.has_selection(records[p].index))
         )
 
     def _commit(self, parameters, plan):
@@ -261,13 +260,13 @@ class ZenFlowOptimizer(Optimizer):
         if self._shows_settled or not self._store:
             yield self
             return
-        store, self._shows_settled = self._store, True
+        self._shows_settled = self._owes_training = True
         try:
-            store.write_weights(_C.Engine.show_settled)
+            self._store.write_weights(_C.Engine.show_settled)
             yield self
         finally:
-            store.write_weights(_C.Engine.show_training)
             self._shows_settled = False
+            self._follow_changes()
 
     def stats(self):
         """Times, volumes and memory so far, as a `zenflow.stats.Stats`."""
@@ -340,33 +339,36 @@ class ZenFlowOptimizer(Optimizer):
         """
         scalars = canonical.take_scalars(saved_groups)
         groups = canonical.merge_groups(self.param_groups, saved_groups)
-        if not scalars and not states:
-            self._clear()
-        else:
+        store, outdated = None, False
+        if scalars or states:
             settings = canonical.saved_settings(self._settings, scalars)
             layout = self._layout(states, canonical.saved_layouts(groups, saved_groups), settings)
             clock = canonical.saved_clock(states, scalars)
             store = self._filled_store(settings, states, layout, clock, groups, keep_selection=True)
-            self._outdated = settings is not self._settings or layout != self._layout(states)
-            self._store = store
-        self.param_groups = groups
-        self._show_state(states, clear=True)
+            outdated = settings is not self._settings or layout != self._layout(states)
+        self._take_over(store, groups, outdated)
+
+    def _take_over(self, store, groups, outdated):
+        state = store.state if store else collections.defaultdict(dict)
+        # No call between these: an interrupt falls before all of them or after.
+        self._store, self.state, self.param_groups = store, state, groups
+        self._outdated, self._owes_training = outdated, False
 
     @torch.no_grad()
     def _follow_changes(self):
         """Catches up with what changed between calls: a model moved to another dtype, a checkpoint's other schedule."""
         if self._store is None:
             return
-        self._show_state(self._store.follow_dtypes())
+        if self._owes_training and not self._shows_settled:
+            self._store.write_weights(_C.Engine.show_training)
+            self._owes_training = False
+        self._store.follow_dtypes()
         if self._outdated:
             self._store.write_weights(_C.Engine.flush)
             states, clock = self._store.export_states(), (self._store.engine.clock[0], 0, 0, 0)
             layout = self._layout(states)
-            self._store = self._filled_store(
-                self._settings, states, layout, clock, self.param_groups, keep_selection=False
-            )
-            self._outdated = False
-            self._show_state(states)
+            store = self._filled_store(self._settings, states, layout, clock, self.param_groups, keep_selection=False)
+            self._take_over(store, self.param_groups, outdated=False)
 
     @staticmethod
     def _filled_store(settings, states, layout, clock, groups, *, keep_selection):
@@ -387,13 +389,6 @@ class ZenFlowOptimizer(Optimizer):
             if (p.requires_grad if wanted is None else p in wanted)
         ]
 
-    def _show_state(self, parameters, clear=False):
-        """`state[p]`, for those who look: the step count; everything else is in state_dict()."""
-        if clear:
-            self.state.clear()
-        for p in parameters:
-            self.state[p] = {"step": self._store.records[p].step}
-
     def _refuse_while_settled(self, what):
         if self._shows_settled:
             raise RuntimeError(f"{what} inside `with optimizer.settled()`: leave the block first")
@@ -401,7 +396,8 @@ class ZenFlowOptimizer(Optimizer):
     def _clear(self):
         self._store = None  # until the first step
         self._outdated = False  # whether the store runs under a checkpoint's schedule
-        self._shows_settled = False
+        self._shows_settled = False  # inside settled()
+        self._owes_training = False  # the weights may still be the settled ones
         self._skipped_steps = 0
 
     def _name(self, p):

@@ -73,7 +73,7 @@ def make_stats(settings, store, skipped_steps):
         update_delay=settings.update_delay,
         host_buffer=store.host_buffer if store else None,
         host_bytes=store.engine.host_bytes if store else 0,
-        device_bytes=sum(tensor.nbytes for record in records for tensor in record.block or ()),
+        device_bytes=sum(tensor.nbytes for record in records for block in record.blocks for tensor in block),
         parameters=len(records),
         split_parameters=sum(record.split for record in records),
     )

@@ -5,6 +5,8 @@ Makes room for parameters, lends memory to the engine, and moves whole states in
 Not for: when a step does what (optimizer.py), nor what a state looks like (state.py).
 """
 
+import collections
+
 import torch
 
 from zenflow import _C, memory
@@ -25,16 +27,18 @@ class Store:
         settings: fixed for the engine's life.
         expected: (p, split, topk_ratio) of the parameters that are to be held, for the choice of the host buffer.
         groups: the optimizer's parameter groups, for names in messages.
+        state: becomes the optimizer's `state`, for those who look: the step counts; everything else is in state_dict().
 
     Raises:
         MemoryError: the host does not have the memory; nothing was allocated.
     """
 
-    def __init__(self, settings, expected, groups):
+    def __init__(self, settings, expected, groups, state=None):
         self.settings = settings
         self.mean = settings.deferred_rule == "mean"
         self.host_buffer = memory.choose_host_buffer(settings.host_buffer, expected, settings)
         self.records = {}  # by parameter
+        self.state = collections.defaultdict(dict) if state is None else state
         self._groups = groups
         self.engine = _C.Engine(
             mean=self.mean,
@@ -51,14 +55,14 @@ class Store:
         """Makes records for (p, split, topk_ratio) triples; the engine reads their weights in its next call."""
         memory.choose_host_buffer(self.host_buffer, parameters, self.settings)
         for p, split, _ in parameters:
-            self.records[p] = self._make_record(p, split)
+            self._keep(p, self._make_record(p, split))
 
     def lend_blocks(self, parameters):
         """Memory for the columns that the next step selects, for (p, topk_ratio) pairs whose number of them is new."""
         for p, ratio in parameters:
             record = self.records[p]
             width = selected_count(ratio, record.columns)
-            if record.block is None or record.block[0].shape[1] != width:
+            if self.engine.next_width(record.index) != width:
                 self._lend(record, p.device, width)
 
     def weight_rows(self):
@@ -81,16 +85,17 @@ class Store:
     def import_states(self, states, clock, *, keep_selection):
         """Takes over (canonical state, split, topk_ratio) by parameter, and the clock. The store must be empty."""
         for p, (state, split, ratio) in states.items():
-            record = self.records[p] = self._make_record(p, split)
+            record = self._make_record(p, split)
             selected = int(canonical.selected_mask(state, record).sum()) if keep_selection else 0
             nothing_to_select = selected_count(ratio, record.columns) == 0 and clock[2] > 0
             has_selection = split and keep_selection and (selected > 0 or nothing_to_select)
             self._import(p, record, state, selected, has_selection=has_selection, in_flight=clock[3] > 0)
+            self._keep(p, record)
         self.engine.set_clock(*clock)
 
     @torch.no_grad()
     def follow_dtypes(self):
-        """Gives parameters that the user moved to another dtype a state for it. Returns those parameters."""
+        """Gives parameters that the user moved to another dtype a state for it."""
         moved = [p for p, r in self.records.items() if r.dtype is not p.dtype and r.shape == p.shape and p.is_cpu]
         for p in moved:
             check_parameter(p, parameter_name(self._groups, p))
@@ -102,12 +107,15 @@ class Store:
             }
             record = self._make_record(p, old.split)
             self._import(p, record, state, int(state["selected"].sum()), **kept)
-            self.records[p] = record
+            self._keep(p, record)
             self.engine.discard(old.index)
-        return moved
+
+    def _keep(self, p, record):
+        self.state[p] = {"step": record.step}
+        self.records[p] = record  # last: what an interrupt leaves without a record gets a new one
 
     def _make_record(self, p, split):
-        step = torch.tensor(0.0)  # the engine counts in it
+        step = torch.tensor(0.0, dtype=torch.float32)  # the engine counts in it
         index = self.engine.add(list(p.shape), DTYPE_CODES[p.dtype], split, step.data_ptr())
         record = Record(index, p, split, step)
         record.remember(p)
@@ -116,11 +124,10 @@ class Store:
         return record
 
     def _lend(self, record, device, width):
-        """The block before is kept: the engine uses it until its next call has taken the new one over."""
+        """The block in use is kept: the engine leaves it when its next call takes the new one over."""
         block = tuple(torch.empty(record.rows, width, dtype=torch.float32, device=device) for _ in range(3))
-        if not self.engine.has_lent_block(record.index):
-            record.retiring = record.block
-        record.block = block
+        in_use = self.engine.block_in_use(record.index)
+        record.blocks = [b for b in record.blocks if b[0].data_ptr() == in_use] + [block]
         self.engine.lend(record.index, *(tensor.data_ptr() for tensor in block), width)
 
     def _import(self, p, record, state, selected, *, has_selection, in_flight):

@@ -116,11 +116,10 @@ class Record:
 
     __slots__ = (
         "address",
-        "block",
+        "blocks",
         "columns",
         "dtype",
         "index",
-        "retiring",
         "rows",
         "shape",
         "split",
@@ -136,8 +135,7 @@ class Record:
         self.dtype = p.dtype
         self.rows, self.columns = matrix_shape(p.shape)
         self.step = step  # 0-d float32 that the engine counts in
-        self.block = None  # (master, exp_avg, exp_avg_sq) of the selected columns, [rows, width] fp32
-        self.retiring = None  # the block before, which the engine may still use
+        self.blocks = []  # (master, exp_avg, exp_avg_sq) of selected columns, [rows, width] fp32: in use, lent for next
         self.address = self.version = self.strides = None
 
     def weight_row(self, p):
