@@ -6,6 +6,7 @@ stderr, and at the clock: a hang is killed and fails. That weights and state are
 """
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -18,14 +19,20 @@ pytest.importorskip("torch")
 
 # Python itself would warn of a fork beside threads, which is what some of the programs are about.
 PYTHON = [sys.executable, "-W", "ignore::DeprecationWarning"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's threads are not what forks and counts are about
 PROGRAMS = Path(__file__).with_name("fault_programs.py")
 LIMIT = 120  # seconds, on a busy machine
+
+
+def launch(*arguments, **pipes):
+    command = [*PYTHON, PROGRAMS, *arguments]
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, **pipes)
 
 
 @pytest.fixture(scope="module")
 def nursery():
     """A process that has imported torch and forks one for each program."""
-    with subprocess.Popen([*PYTHON, PROGRAMS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with launch(stdin=subprocess.PIPE) as process:
         yield process
         process.stdin.close()
 
@@ -58,9 +65,7 @@ def check_end(ended, said, code=0, errors=""):
 
 def start(name, *arguments):
     """A program in a process of its own, from the first instruction on; returns once it is "ready"."""
-    process = subprocess.Popen(
-        [*PYTHON, PROGRAMS, name, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = launch(name, *arguments, stderr=subprocess.PIPE)
     wait_until_ready(process)
     return process
 
@@ -143,9 +148,7 @@ def test_parent_and_child_go_on_after_a_fork_with_work_in_flight(run):
 
 
 def test_a_forked_child_ends_as_any_program():
-    process = subprocess.Popen(
-        [*PYTHON, PROGRAMS, "fork_and_leave"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = launch("fork_and_leave", stderr=subprocess.PIPE)
     assert finish(process).split() == ["child", "parent"]
 
 
