@@ -6,6 +6,7 @@ import gc
 import io
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -99,9 +100,14 @@ def reshaped(p):
     p.grad = torch.zeros_like(p)
 
 
+def negated_view(p):
+    p.grad = torch._neg_view(torch.ones_like(p))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (negated_view, r"weight has a gradient that is a negated view: assign gradient.resolve_neg\(\)"),
         (sparse_gradient, "weight has a sparse gradient .*SparseAdam"),
         (reshaped, r"weight had shape \(24, 40\) .* now has \(3, 40\)"),
     ],
@@ -132,6 +138,49 @@ def test_a_meta_tensor_is_refused_before_anything_changes():
 def test_complex_parameters_are_refused_with_what_to_do():
     with pytest.raises(ValueError, match="view_as_real"):
         ZenFlowOptimizer([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+def test_a_parameter_whose_elements_share_memory_is_refused():
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 is an expanded or negated view, .* clone\(\) it"):
+        ZenFlowOptimizer([nn.Parameter(torch.zeros(1, 6).expand(4, 6))])
+
+
+@pytest.mark.parametrize("of", ["parameter", "gradient"])
+def test_a_tensor_without_memory_is_refused_before_anything_changes(of):
+    bad, good, _ = parameters()
+    optimizer = ZenFlowOptimizer([good, bad], **SMALL)
+    train(optimizer, 5)
+    before = good.detach().clone()
+    (bad if of == "parameter" else bad.grad).untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"of shape \(24, 40\) has no memory of its own: .* storage was freed"):
+        optimizer.step()
+    assert_same(good, before, "the other parameter")
+
+
+def test_a_lazy_module_is_optimized_after_its_first_forward():
+    net = nn.LazyLinear(3)
+    optimizer = ZenFlowOptimizer(net.parameters(), **SMALL)
+    net(torch.ones(2, 5)).sum().backward()
+    before = net.weight.detach().clone()
+    optimizer.step()
+    assert (net.weight != before).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_state_does_not_follow_torchs_default_dtype_and_device(dtype):
+    optimizer = ZenFlowOptimizer(parameters()[1:2], lr=1e-3)
+    torch.set_default_dtype(dtype)
+    try:
+        for step in range(259):
+            optimizer.param_groups[0]["params"][0].grad = torch.full((7,), step / 8, dtype=torch.float32)
+            optimizer.step()
+        with torch.device("meta"):
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for state in (saved["state"][0], *optimizer.state.values()):
+        assert (float(state["step"]), state["step"].dtype) == (259, torch.float32)
 
 
 def test_skip_nonfinite_skips_the_whole_step_and_counts_it():
@@ -222,8 +271,11 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing():
     wrong_shape["state"][0]["exp_avg"] = torch.zeros(3, 3)
     no_moments = copy.deepcopy(before)
     del no_moments["state"][0]["exp_avg_sq"]
+    wrong_columns = copy.deepcopy(before)
+    wrong_columns["state"][0]["selected"] = torch.ones(3, dtype=torch.bool)
     fewer = {**before, "param_groups": [{**before["param_groups"][0], "params": [0]}]}
-    for state_dict, error in ((wrong_shape, ValueError), (no_moments, KeyError), (fewer, ValueError)):
+    wrong = ((wrong_shape, ValueError), (no_moments, KeyError), (wrong_columns, ValueError), (fewer, ValueError))
+    for state_dict, error in wrong:
         with pytest.raises(error):
             optimizer.load_state_dict(state_dict)
     after = optimizer.state_dict()
@@ -234,7 +286,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing():
 
 
 def test_a_checkpoint_loads_with_weights_only():
-    optimizer = ZenFlowOptimizer(parameters(), **SMALL)
+    optimizer = ZenFlowOptimizer(parameters(), update_interval=numpy.int64(3), update_delay=numpy.int64(1), **SMALL)
     train(optimizer, 5)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -254,6 +306,39 @@ def test_hooks_see_steps_and_states():
     assert seen == ["before step", "after step", 3, "before load", "after load"]
 
 
+def test_a_hook_may_flush_before_the_state_is_read():
+    optimizer = ZenFlowOptimizer(parameters(), **SMALL)
+    optimizer.register_state_dict_pre_hook(lambda optimizer: optimizer.flush())
+    train(optimizer, 6)
+    saved = optimizer.state_dict()["state"]
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        assert_same(saved[i]["last_written"], p, "what the parameter holds")
+        assert_same(saved[i]["master"], p, "master")
+
+
+def test_a_compiled_training_step_trains_as_an_eager_one():
+    def network():
+        torch.manual_seed(0)
+        net = nn.Linear(5, 8)
+        optimizer = ZenFlowOptimizer(net.parameters(), **SMALL)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = net(torch.ones(2, 5)).square().sum()
+            loss.backward()
+            return loss
+
+        return net, optimizer, closure
+
+    net, optimizer, closure = network()
+    twin, eager, eager_closure = network()
+    for _ in range(6):
+        torch.compile(lambda: optimizer.step(closure), backend="eager")()
+        eager.step(eager_closure)
+        assert_same(net.weight, twin.weight, "weight")
+    assert optimizer.stats().total.steps == 6
+
+
 def test_a_scheduler_drives_the_learning_rate():
     optimizer = ZenFlowOptimizer(parameters(), **SMALL)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
@@ -271,6 +356,26 @@ def test_the_version_counter_tells_of_our_writes():
     version = p._version
     train(optimizer, 1)
     assert p._version > version
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, ZenFlowOptimizer])
+def test_a_parameter_that_no_call_has_written_can_still_go_backward(optimizer_class):
+    """As for two networks under one optimizer: a step for one lies between the other's forward and backward."""
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = optimizer_class([*one.parameters(), *other.parameters()])
+    for _ in range(6):
+        one(other(torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = one(torch.relu(one(torch.ones(2, 4)))).sum()
+        other(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if optimizer_class is ZenFlowOptimizer:
+            with optimizer.settled():
+                optimizer.state_dict()
+            optimizer.synchronize()
+        loss.backward()
+        optimizer.zero_grad()
 
 
 def test_a_dropped_optimizer_frees_its_memory_at_once():

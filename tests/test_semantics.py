@@ -759,6 +759,23 @@ def test_training_goes_on_in_a_new_dtype():
     assert saved_state(optimizer)[0]["master"].dtype == FP32
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_model_may_change_its_dtype_inside_settled(back):
+    net = Net(FP32)
+    optimizer = zenflow_of(net.weight, **EDIT_SETTINGS)
+    train(optimizer, 5)
+    with optimizer.settled():
+        net.to(BF16)
+        if back:
+            net.to(FP32)
+        shown = net.weight.detach().clone()
+    set_lr(optimizer, 0.0)
+    optimizer.synchronize()
+    torch.testing.assert_close(net.weight.detach(), shown, rtol=0, atol=2 * 0.05)
+    train(optimizer, 9, start=5)
+    assert net.weight.dtype == shown.dtype
+
+
 # Edges
 
 
@@ -939,6 +956,53 @@ def test_resuming_in_a_new_process_gives_the_bits_of_never_having_stopped(tmp_pa
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert_all_same(torch.load(result, weights_only=True), started(run, len(run.steps))[0], "weights")
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_a_parameter_without_gradients_since_warm_up_resumes_in_mid_flight(ratio):
+    settings = {"topk_ratio": ratio, "update_interval": 3, "update_delay": 3, "full_warm_up_rounds": 1}
+
+    def play(pair, optimizer, steps):
+        for step in steps:
+            for p in pair:
+                p.grad = random_gradient(p, step)
+            if 1 <= step < 5:
+                pair[0].grad = None
+            optimizer.step()
+
+    pair = [random_parameter(4, 6), random_parameter(5, 8, seed=1)]
+    optimizer = zenflow_of(*pair, **settings)
+    play(pair, optimizer, range(5))
+    resumed_pair, resumed_optimizer = copy.deepcopy((pair, optimizer))
+    for step in range(5, 12):
+        play(pair, optimizer, [step])
+        play(resumed_pair, resumed_optimizer, [step])
+        assert_all_same(resumed_pair, pair, f"step {step + 1}")
+
+
+@pytest.mark.parametrize("ratios", [(0.0, 0.5), (0.5, 0.0), (1.0, 0.2), (0.2, 1.0)])
+def test_a_ratio_that_was_changed_in_place_waits_for_a_selection_in_a_copy_too(ratios):
+    p = random_parameter(4, 6)
+    optimizer = zenflow_of(p, topk_ratio=ratios[0], update_interval=3, update_delay=3, select_interval=6)
+    train(optimizer, 4)
+    optimizer.param_groups[0]["topk_ratio"] = ratios[1]
+    q, copied = copy.deepcopy((p, optimizer))
+    for step in range(4, 16):
+        train(optimizer, 1, step)
+        train(copied, 1, step)
+        assert_same(q, p, f"step {step + 1}")
+
+
+def test_a_group_that_is_no_longer_split_loses_no_gradient_in_a_copy():
+    p = random_parameter(4, 6)
+    optimizer = zenflow_of(p, topk_ratio=0.3, update_interval=3, update_delay=3)
+    train(optimizer, 5)
+    optimizer.param_groups[0]["split"] = False
+    q, copied = copy.deepcopy((p, optimizer))
+    optimizer.flush()
+    copied.synchronize()
+    assert_same(q, p, "after the window has closed")
+    assert copied.stats().split_parameters == 0
 
 
 def test_loading_does_not_tie_two_optimizers_together():

@@ -20,6 +20,7 @@ from zenflow.stats import make_stats
 from zenflow.store import Store, splits
 from zenflow.tensors import (
     DTYPE_CODES,
+    address_of,
     all_finite,
     check_parameter,
     check_step,
@@ -137,6 +138,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # Training
 
+    @torch._disable_dynamo  # as torch does for its own: inside torch.compile a step runs as it is
     @torch.no_grad()
     def step(self, closure=None):
         """One step for every parameter that has a gradient.
@@ -212,10 +214,10 @@ class ZenFlowOptimizer(Optimizer):
             row = record.weight_row(p)
             if gradient is None:
                 rows.append((*row, 0, 0, None, group))
-                if plan.publishes:
+                if plan.publishes and record.split:
                     written.append(p)
             else:
-                rows.append((*row, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], strides_of(gradient), group))
+                rows.append((*row, address_of(gradient), DTYPE_CODES[gradient.dtype], strides_of(gradient), group))
                 written.append(p)
         groups = [
             (*(float(x) for x in (g["lr"], *g["betas"], g["eps"], g["weight_decay"])), g["maximize"])
@@ -223,7 +225,7 @@ class ZenFlowOptimizer(Optimizer):
         ]
         clip = self._settings.max_grad_norm or 0.0
         self._store.engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
-        mark_written(written, records)
+        mark_written(written, [p for p, _ in parameters], records)
 
     # Between steps
 
@@ -280,12 +282,15 @@ class ZenFlowOptimizer(Optimizer):
         Loads into torch.optim.AdamW too; after flush() nothing is missing for it. Only waits for the host: nothing
         changes, and nothing in it aliases the live state. Saved at any step, training resumes with the same bits.
         """
-        live = self.state, self.param_groups
-        self.state, self.param_groups = self._canonical_state()
+        for hook in self._optimizer_state_dict_pre_hooks.values():  # first: it may flush()
+            hook(self)
+        states, groups = self._canonical_state()
+        live = self.state, self.param_groups, self._optimizer_state_dict_pre_hooks
+        self.state, self.param_groups, self._optimizer_state_dict_pre_hooks = states, groups, {}
         try:
             return super().state_dict()
         finally:
-            self.state, self.param_groups = live
+            self.state, self.param_groups, self._optimizer_state_dict_pre_hooks = live
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
@@ -343,6 +348,7 @@ class ZenFlowOptimizer(Optimizer):
         if scalars or states:
             settings = canonical.saved_settings(self._settings, scalars)
             layout = self._layout(states, canonical.saved_layouts(groups, saved_groups), settings)
+            layout = [(p, split or canonical.has_selection(states[p]), ratio) for p, split, ratio in layout]
             clock = canonical.saved_clock(states, scalars)
             store = self._filled_store(settings, states, layout, clock, groups, keep_selection=True)
             outdated = settings is not self._settings or layout != self._layout(states)
@@ -359,10 +365,10 @@ class ZenFlowOptimizer(Optimizer):
         """Catches up with what changed between calls: a model moved to another dtype, a checkpoint's other schedule."""
         if self._store is None:
             return
+        self._store.follow_dtypes()
         if self._owes_training and not self._shows_settled:
             self._store.write_weights(_C.Engine.show_training)
             self._owes_training = False
-        self._store.follow_dtypes()
         if self._outdated:
             self._store.write_weights(_C.Engine.flush)
             states, clock = self._store.export_states(), (self._store.engine.clock[0], 0, 0, 0)
@@ -373,7 +379,7 @@ class ZenFlowOptimizer(Optimizer):
     @staticmethod
     def _filled_store(settings, states, layout, clock, groups, *, keep_selection):
         store = Store(settings, layout, groups)
-        imports = {p: (states[p], split, ratio) for p, split, ratio in layout}
+        imports = {p: (states[p], split) for p, split, _ in layout}
         store.import_states(imports, clock, keep_selection=keep_selection)
         return store
 

@@ -3,10 +3,10 @@
 
 Per parameter, full-shaped whatever the schedule, the host buffer and the step: `step`, `exp_avg`, `exp_avg_sq` as in
 torch.optim.AdamW, with every received gradient folded in; `master`; `last_written` and `pending_output` in the
-parameter's dtype (what it holds, and what the window in flight will write); `selected` (columns); `window` (the open
-window: count, sum of learning rates, product of decays, and the last gradient's lr, betas, eps, weight_decay); for
-`deferred_rule="mean"` also `window_sum` and `column_steps`. The schedule's scalars travel in every parameter group,
-under keys that begin with `zenflow_`. Not for: reading or writing files.
+parameter's dtype (what it holds, and what the window in flight will write); `selected` (columns) and `has_selection`
+(whether they were chosen yet); `window` (the open window: count, sum of learning rates, product of decays, and the last
+gradient's lr, betas, eps, weight_decay); for `deferred_rule="mean"` also `window_sum` and `column_steps`. Scalars of
+the schedule travel in every parameter group, under keys that begin with `zenflow_`. Not for: reading or writing files.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import dataclasses
 import torch
 
 from zenflow.settings import UNSUPPORTED_OPTIONS
-from zenflow.tensors import addresses, same_bits
+from zenflow.tensors import addresses, matrix_shape, same_bits
 
 FORMAT = 1
 PREFIX = "zenflow_"
@@ -26,20 +26,25 @@ NO_WINDOW = (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 def export_parameter(engine, record, mean):
     """The canonical tensors of one parameter, newly made on the CPU; shares nothing with the live state."""
     shape, dtype = record.shape, record.dtype
+
+    def new(shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever torch's defaults are
+
     tensors = {
-        "exp_avg": torch.empty(shape, dtype=torch.float32),
-        "exp_avg_sq": torch.empty(shape, dtype=torch.float32),
-        "master": torch.empty(shape, dtype=torch.float32),
-        "last_written": torch.empty(shape, dtype=dtype),
-        "pending_output": torch.empty(shape, dtype=dtype),
-        "selected": torch.empty(record.columns, dtype=torch.bool),
-        "window_sum": torch.empty(shape, dtype=torch.float32) if mean else None,
-        "column_steps": torch.empty(record.columns, dtype=torch.int32) if mean else None,
+        "exp_avg": new(shape, torch.float32),
+        "exp_avg_sq": new(shape, torch.float32),
+        "master": new(shape, torch.float32),
+        "last_written": new(shape, dtype),
+        "pending_output": new(shape, dtype),
+        "selected": new(record.columns, torch.bool),
+        "window_sum": new(shape, torch.float32) if mean else None,
+        "column_steps": new(record.columns, torch.int32) if mean else None,
     }
     engine.export_state(record.index, addresses(tensors))
-    state = {"step": torch.tensor(float(engine.steps(record.index)))}
+    state = {"step": torch.tensor(engine.steps(record.index), dtype=torch.float32, device="cpu")}
     state |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    state["window"] = torch.tensor(engine.window(record.index), dtype=torch.float64)
+    state["has_selection"] = torch.tensor(engine.has_selection(record.index), device="cpu")
+    state["window"] = torch.tensor(engine.window(record.index), dtype=torch.float64, device="cpu")
     return state
 
 
@@ -62,12 +67,12 @@ def import_parameter(engine, record, p, state, *, mean, in_flight, has_selection
         "master": full("master", torch.float32, live),
         "last_written": full("last_written", record.dtype, live),
         "pending_output": full("pending_output", record.dtype, state.get("last_written", live)),
-        "selected": selected_mask(state, record) if has_selection else torch.zeros(record.columns, dtype=torch.bool),
+        "selected": selected_mask(state if has_selection else {}, record),
         "window_sum": full("window_sum", torch.float32, None),
         "column_steps": None,
     }
     if mean:
-        counts = state.get("column_steps", torch.full((record.columns,), steps))
+        counts = state.get("column_steps", torch.full((record.columns,), steps, device="cpu"))
         tensors["column_steps"] = counts.detach().to("cpu", torch.int32).contiguous()
     window = state.get("window")
     window = NO_WINDOW if window is None else tuple(window.to(torch.float64).tolist())
@@ -78,8 +83,13 @@ def selected_mask(state, record):
     """The selection of a canonical state as a bool tensor [columns]; none if it has none."""
     mask = state.get("selected")
     if mask is None or not record.split:
-        return torch.zeros(record.columns, dtype=torch.bool)
+        return torch.zeros(record.columns, dtype=torch.bool, device="cpu")
     return mask.detach().to("cpu", torch.bool).contiguous()
+
+
+def has_selection(state):
+    """Whether a canonical state's columns were chosen; AdamW's were not."""
+    return bool(state.get("has_selection", False))
 
 
 def follow_dtype(state, p):
@@ -134,11 +144,14 @@ def check_states(states, name):
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if key not in state:
                 raise KeyError(f"the state of {name(p)} lacks {key!r}: it is not from AdamW or ZenFlowOptimizer")
-        for key in ("exp_avg", "exp_avg_sq", "master", "last_written"):
-            if key in state and state[key].shape != p.shape:
+        columns = (matrix_shape(p.shape)[1],)
+        shapes = {"selected": columns, "column_steps": columns, "window": (len(NO_WINDOW),)}
+        for key in ("exp_avg", "exp_avg_sq", "master", "last_written", "pending_output", "window_sum", *shapes):
+            shape = shapes.get(key, tuple(p.shape))
+            if key in state and tuple(state[key].shape) != shape:
                 raise ValueError(
-                    f"the state of {name(p)} has {key} of shape {tuple(state[key].shape)}, "
-                    f"but the parameter has {tuple(p.shape)}"
+                    f"the state of {name(p)} has {key} of shape {tuple(state[key].shape)}, but a parameter of shape "
+                    f"{tuple(p.shape)} needs {shape}"
                 )
 
 
@@ -190,10 +203,10 @@ def schedule_scalars(settings, clock):
         PREFIX + "window_step": window_step,
         PREFIX + "last_selection": last_selection,
         PREFIX + "publish_at": publish_at,
-        PREFIX + "update_interval": settings.update_interval,
-        PREFIX + "update_delay": settings.update_delay,
+        PREFIX + "update_interval": int(settings.update_interval),
+        PREFIX + "update_delay": int(settings.update_delay),
         PREFIX + "mean": settings.deferred_rule == "mean",
-        PREFIX + "min_offload_numel": settings.min_offload_numel,
+        PREFIX + "min_offload_numel": int(settings.min_offload_numel),
     }
 
 

@@ -75,7 +75,7 @@ class Store:
     def write_weights(self, method):
         """Calls one of the engine's methods that write all weights, and takes what it wrote as ours."""
         method(self.engine, self.weight_rows())
-        mark_written(self.records, self.records)
+        mark_written([p for p, record in self.records.items() if record.split], self.records, self.records)
 
     def export_states(self):
         """Canonical states by parameter, edits of the user taken over; waits for the host and changes nothing else."""
@@ -83,13 +83,13 @@ class Store:
         return {p: canonical.export_parameter(self.engine, record, self.mean) for p, record in self.records.items()}
 
     def import_states(self, states, clock, *, keep_selection):
-        """Takes over (canonical state, split, topk_ratio) by parameter, and the clock. The store must be empty."""
-        for p, (state, split, ratio) in states.items():
+        """Takes over (canonical state, split) by parameter, and the clock. The store must be empty."""
+        for p, (state, split) in states.items():
             record = self._make_record(p, split)
-            selected = int(canonical.selected_mask(state, record).sum()) if keep_selection else 0
-            nothing_to_select = selected_count(ratio, record.columns) == 0 and clock[2] > 0
-            has_selection = split and keep_selection and (selected > 0 or nothing_to_select)
-            self._import(p, record, state, selected, has_selection=has_selection, in_flight=clock[3] > 0)
+            has_selection = split and keep_selection and canonical.has_selection(state)
+            selected = int(canonical.selected_mask(state, record).sum()) if has_selection else 0
+            in_flight = has_selection and clock[3] > 0  # what has no selection yet was published at once
+            self._import(p, record, state, selected, has_selection=has_selection, in_flight=in_flight)
             self._keep(p, record)
         self.engine.set_clock(*clock)
 
@@ -115,7 +115,7 @@ class Store:
         self.records[p] = record  # last: what an interrupt leaves without a record gets a new one
 
     def _make_record(self, p, split):
-        step = torch.tensor(0.0, dtype=torch.float32)  # the engine counts in it
+        step = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # the engine counts in it
         index = self.engine.add(list(p.shape), DTYPE_CODES[p.dtype], split, step.data_ptr())
         record = Record(index, p, split, step)
         record.remember(p)

@@ -8,6 +8,7 @@ Not for: deciding what a step does.
 import math
 
 import torch
+from torch.nn.parameter import is_lazy
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPE_NAMES = "float32, bfloat16 or float16"
@@ -29,6 +30,10 @@ def check_parameter(p, name):
         raise ValueError(f"{name} has layout {p.layout}: ZenFlow updates dense tensors; use torch.optim.SparseAdam")
     if p.device.type not in ("cpu", "meta"):
         raise RuntimeError(f"{name} is on {p.device}: this version updates CPU parameters only")
+    if is_lazy(p):  # without a shape until its module's first forward
+        return
+    if p.is_neg() or any(step == 0 and size > 1 for size, step in zip(p.shape, p.stride(), strict=True)):
+        raise RuntimeError(f"{name} is an expanded or negated view, which cannot be written in place: clone() it")
 
 
 def check_step(p, gradient, name):
@@ -43,6 +48,8 @@ def check_step(p, gradient, name):
         )
     if gradient.dtype not in DTYPE_CODES:
         raise RuntimeError(f"{name} has a gradient of dtype {gradient.dtype}: ZenFlow takes {_DTYPE_NAMES}")
+    if gradient.is_neg():
+        raise RuntimeError(f"{name} has a gradient that is a negated view: assign gradient.resolve_neg()")
     if gradient.device != p.device:
         raise RuntimeError(f"{name} is on {p.device} but its gradient is on {gradient.device}: move one of them")
     if gradient.shape != p.shape:
@@ -81,12 +88,24 @@ def is_plain(p, gradient):
         and gradient.is_cpu
         and p.is_cpu
         and gradient.shape == p.shape
+        and not gradient.is_neg()
     )
 
 
 def strides_of(tensor):
     """None for a contiguous tensor, else its strides in elements."""
     return None if tensor.is_contiguous() else tensor.stride()
+
+
+def address_of(tensor):
+    """data_ptr(); raises for a tensor with elements whose memory is elsewhere or gone."""
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() > 0:
+        raise RuntimeError(
+            f"a parameter or gradient of shape {tuple(tensor.shape)} has no memory of its own: this version does not "
+            f"take DTensor and other wrappers (it is a {type(tensor).__name__}), nor tensors whose storage was freed"
+        )
+    return address
 
 
 def addresses(tensors):
@@ -140,7 +159,7 @@ class Record:
 
     def weight_row(self, p):
         """(index, address, strides, suspect): suspect if version or storage changed since remember()."""
-        address, strides = p.data_ptr(), strides_of(p)
+        address, strides = address_of(p), strides_of(p)
         suspect = p._version != self.version or address != self.address or strides != self.strides
         return (self.index, address, strides, suspect)
 
@@ -153,8 +172,10 @@ class Record:
         self.version, self.address, self.strides = p._version, p.data_ptr(), strides_of(p)
 
 
-def mark_written(parameters, records):
-    """Bumps the version counters of what the engine wrote, as any in-place operation does, and remembers them."""
-    _increment_versions(parameters)
-    for p in parameters:
+def mark_written(written, seen, records):
+    """Bumps the version counters of what the engine wrote, as any in-place operation does, and remembers all that it
+    has seen.
+    """
+    _increment_versions(written)
+    for p in seen:
         records[p].remember(p)
