@@ -729,6 +729,7 @@ def serve():
     """
     Training().optimizer.state_dict()  # imports what torch imports late
     assert threads() == 1
+    print("ready", flush=True)
     for line in sys.stdin:
         output, errors, limit, name, *arguments = json.loads(line)
         child = os.fork()

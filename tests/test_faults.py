@@ -33,6 +33,7 @@ def launch(*arguments, **pipes):
 def nursery():
     """A process that has imported torch and forks one for each program."""
     with launch(stdin=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "ready\n", "it has not started; see its stderr"
         yield process
         process.stdin.close()
 
