@@ -759,6 +759,20 @@ def test_training_goes_on_in_a_new_dtype():
     assert saved_state(optimizer)[0]["master"].dtype == FP32
 
 
+@pytest.mark.parametrize("then", [FP32, FP16])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_a_checkpoint_of_another_dtype_keeps_its_masters(ratio, then):
+    settings = {**EDIT_SETTINGS, "topk_ratio": ratio, "lr": 1e-3}
+    net, twin = Net(BF16), Net(then)
+    optimizer, resumed_one = zenflow_of(net.weight, **settings), zenflow_of(twin.weight, **settings)
+    train(optimizer, 6)
+    resumed_one.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twin.load_state_dict(net.state_dict())
+    assert_same(saved_state(resumed_one)[0]["master"], saved_state(optimizer)[0]["master"], "masters")
+    train(resumed_one, 9, start=6)
+    assert twin.weight.dtype == then
+
+
 @pytest.mark.parametrize("back", [False, True])
 def test_a_model_may_change_its_dtype_inside_settled(back):
     net = Net(FP32)

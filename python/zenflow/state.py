@@ -14,7 +14,7 @@ import dataclasses
 import torch
 
 from zenflow.settings import UNSUPPORTED_OPTIONS
-from zenflow.tensors import addresses, matrix_shape, same_bits
+from zenflow.tensors import DTYPE_CODES, addresses, matrix_shape, same_bits
 
 FORMAT = 1
 PREFIX = "zenflow_"
@@ -90,6 +90,12 @@ def selected_mask(state, record):
 def has_selection(state):
     """Whether a canonical state's columns were chosen; AdamW's were not."""
     return bool(state.get("has_selection", False))
+
+
+def saved_dtype(state, p):
+    """The dtype that p had when its state was saved."""
+    dtype = state["last_written"].dtype if "last_written" in state else p.dtype
+    return dtype if dtype in DTYPE_CODES else p.dtype
 
 
 def follow_dtype(state, p):

@@ -85,7 +85,7 @@ class Store:
     def import_states(self, states, clock, *, keep_selection):
         """Takes over (canonical state, split) by parameter, and the clock. The store must be empty."""
         for p, (state, split) in states.items():
-            record = self._make_record(p, split)
+            record = self._make_record(p, split, canonical.saved_dtype(state, p))
             has_selection = split and keep_selection and canonical.has_selection(state)
             selected = int(canonical.selected_mask(state, record).sum()) if has_selection else 0
             in_flight = has_selection and clock[3] > 0  # what has no selection yet was published at once
@@ -114,10 +114,12 @@ class Store:
         self.state[p] = {"step": record.step}
         self.records[p] = record  # last: what an interrupt leaves without a record gets a new one
 
-    def _make_record(self, p, split):
+    def _make_record(self, p, split, dtype=None):
+        """For p, or for a state of it from when it had another dtype: follow_dtypes() brings that up to date."""
+        dtype = dtype or p.dtype
         step = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # the engine counts in it
-        index = self.engine.add(list(p.shape), DTYPE_CODES[p.dtype], split, step.data_ptr())
-        record = Record(index, p, split, step)
+        index = self.engine.add(list(p.shape), DTYPE_CODES[dtype], split, step.data_ptr())
+        record = Record(index, p, split, step, dtype)
         record.remember(p)
         if not split:
             self._lend(record, p.device, record.columns)

@@ -147,11 +147,11 @@ class Record:
         "version",
     )
 
-    def __init__(self, index, p, split, step):
+    def __init__(self, index, p, split, step, dtype):
         self.index = index
         self.split = split
         self.shape = p.shape
-        self.dtype = p.dtype
+        self.dtype = dtype
         self.rows, self.columns = matrix_shape(p.shape)
         self.step = step  # 0-d float32 that the engine counts in
         self.blocks = []  # (master, exp_avg, exp_avg_sq) of selected columns, [rows, width] fp32: in use, lent for next
