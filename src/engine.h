@@ -4,8 +4,8 @@
 // The caller decides what a step is (StepPlan) and brings addresses; the engine owns the parameters' state, the host
 // threads and the clock, and commits a whole step in one call. Calls are serialised by a mutex; an error of the
 // background thread is rethrown by every later call. Weights must stay valid during a call only.
-// Memory runs out either before any gradient counts, and the call can be repeated, with the same bits, or, rarely, after:
-// then every later call throws. No fork happens during a call.
+// Memory runs out either before any gradient counts, and the same call can be repeated, with the same bits; or, rarely,
+// after, and every later call throws. No fork happens during a call.
 #pragma once
 
 #include <cstdint>
