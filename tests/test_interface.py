@@ -262,6 +262,23 @@ def test_under_another_schedule_a_checkpoints_window_closes_first(other, steps):
     assert loaded.param_groups[0]["topk_ratio"] == {**base, **other}["topk_ratio"]
 
 
+def test_a_ratio_set_out_of_range_between_steps_is_refused():
+    optimizer = ZenFlowOptimizer(parameters(), **SMALL)
+    train(optimizer, 2)
+    for ratio in (2.0, -1, float("nan"), "much"):
+        optimizer.param_groups[0]["topk_ratio"] = ratio
+        with pytest.raises(ValueError, match="topk_ratio must be in"):
+            optimizer.step()
+    assert optimizer.stats().total.steps == 2
+
+
+def test_a_checkpoint_with_amsgrad_is_refused():
+    adamw = torch.optim.AdamW(parameters(), amsgrad=True)
+    train(adamw, 1)
+    with pytest.raises(ValueError, match="amsgrad=True"):
+        ZenFlowOptimizer(parameters()).load_state_dict(adamw.state_dict())
+
+
 def test_a_checkpoint_that_does_not_fit_changes_nothing():
     ours = parameters()
     optimizer = ZenFlowOptimizer(ours, **SMALL)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zenflow import _C
 from zenflow import state as canonical
-from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, reject_unsupported
+from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, reject_unsupported
 from zenflow.stats import make_stats
 from zenflow.store import Store, splits
 from zenflow.tensors import (
@@ -175,6 +175,7 @@ class ZenFlowOptimizer(Optimizer):
         known = self._store.records if self._store else {}
         parameters = {}
         for index, group in enumerate(self.param_groups):
+            check_layout(group)
             for p in group["params"]:
                 gradient = p.grad
                 if gradient is None:

@@ -46,12 +46,18 @@ def check_group(group):
     for i, beta in enumerate(betas):
         if not _is_number(beta) or not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta} (betas must be in [0, 1))")
+    if not isinstance(group["maximize"], bool):
+        raise ValueError(f"maximize must be True or False, got {group['maximize']!r}")
+    check_layout(group)
+
+
+def check_layout(group):
+    """Checks what decides which columns are selected; users may change it between steps."""
     ratio = group["topk_ratio"]
     if not _is_number(ratio) or not 0.0 <= ratio <= 1.0:
         raise ValueError(f"topk_ratio must be in [0, 1], got {ratio!r}")
-    for name in ("maximize", "split"):
-        if not isinstance(group[name], bool):
-            raise ValueError(f"{name} must be True or False, got {group[name]!r}")
+    if not isinstance(group["split"], bool):
+        raise ValueError(f"split must be True or False, got {group['split']!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,6 +126,10 @@ def selected_elements(state, p):
 
 def match_parameters(groups, saved_groups):
     """The live parameter of each saved id; raises torch's own errors for groups that do not match."""
+    if any(saved.get("amsgrad") for saved in saved_groups):
+        raise ValueError(
+            "the checkpoint is of AdamW with amsgrad=True, which ZenFlow does not have: use torch.optim.AdamW"
+        )
     if len(groups) != len(saved_groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
     pairs = list(zip(groups, saved_groups, strict=True))
