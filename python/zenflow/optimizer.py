@@ -44,7 +44,7 @@ class ZenFlowOptimizer(Optimizer):
         params: parameters or parameter groups, as for any torch optimizer; float32, bfloat16 or float16.
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW; per group.
         topk_ratio: share of the columns that are selected, in [0, 1]; per group. A group with `split=False` is never
-            split.
+            split; that is read at a parameter's first gradient.
         update_interval: steps in a window, from one host update to the next.
         select_interval: steps between selections, a multiple of update_interval; None means 16 windows.
         update_delay: steps from the end of a window until its update is visible, at most update_interval; 0 is
