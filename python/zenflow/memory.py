@@ -7,9 +7,7 @@ from zenflow.tensors import matrix_shape
 
 
 def lane_count(settings, stream):
-    """Lanes of gradients per parameter: the window's and those of steps whose update may still run, or one per
-    uncommitted step.
-    """
+    """Lanes of gradients per parameter: of one window (or step, streaming) and of steps with an update in flight."""
     return (1 if stream else settings.update_interval) + settings.update_delay
 
 

@@ -6,7 +6,9 @@ torch.optim.AdamW, with every received gradient folded in; `master`; `last_writt
 parameter's dtype (what it holds, and what the window in flight will write); `selected` (columns) and `has_selection`
 (whether they were chosen yet); `window` (the open window: count, sum of learning rates, product of decays, and the last
 gradient's lr, betas, eps, weight_decay); for `deferred_rule="mean"` also `window_sum` and `column_steps`. Scalars of
-the schedule travel in every parameter group, under keys that begin with `zenflow_`. Not for: reading or writing files.
+the schedule travel in every parameter group, under keys that begin with `zenflow_`.
+
+Not for: reading or writing files.
 """
 
 import dataclasses
@@ -99,9 +101,7 @@ def saved_dtype(state, p):
 
 
 def follow_dtype(state, p):
-    """A canonical state for p's new dtype. Values that only rounding changed are no edit: they keep their fp32
-    master.
-    """
+    """A canonical state for p's new dtype. What only rounding changed is no edit: it keeps its fp32 master."""
     state = dict(state)
     for name in ("last_written", "pending_output"):
         state[name] = state[name].to(p.dtype)
@@ -166,9 +166,7 @@ def check_states(states, name):
 
 
 def merge_groups(groups, saved_groups):
-    """The loaded groups around the live parameters. What decides the layout, topk_ratio and split, is the
-    constructor's.
-    """
+    """The loaded groups around the live parameters; topk_ratio and split stay the constructor's."""
     merged = []
     for group, saved in zip(groups, saved_groups, strict=True):
         new = {key: value for key, value in saved.items() if key not in ADAMW_ONLY}
@@ -178,9 +176,7 @@ def merge_groups(groups, saved_groups):
 
 
 def saved_settings(settings, scalars):
-    """The settings under which a checkpoint's open window was begun; `settings` themselves where they agree in what
-    matters.
-    """
+    """The settings that a checkpoint's open window was begun under; `settings` itself if they agree."""
     if not scalars:
         return settings
     saved = {
@@ -196,9 +192,7 @@ def saved_settings(settings, scalars):
 
 
 def saved_clock(states, scalars):
-    """(step, step in the window, last selection, next publication). AdamW's checkpoint counts as so many steps of
-    warm-up.
-    """
+    """(step, step in the window, last selection, next publication); AdamW's steps count towards warm-up."""
     if scalars:
         return tuple(int(scalars[name]) for name in ("step", "window_step", "last_selection", "publish_at"))
     return (max((int(state["step"]) for state in states.values()), default=0), 0, 0, 0)

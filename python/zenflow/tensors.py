@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where tensors become addresses: checks of parameters and gradients, and the rows that the native
-engine takes.
+"""The one place where tensors become addresses: checks of parameters and gradients, and the engine's rows.
 
 Not for: deciding what a step does.
 """
@@ -173,9 +172,7 @@ class Record:
 
 
 def mark_written(written, seen, records):
-    """Bumps the version counters of what the engine wrote, as any in-place operation does, and remembers all that it
-    has seen.
-    """
+    """Bumps the versions of what the engine wrote, as in-place operations do, and remembers all that it has seen."""
     _increment_versions(written)
     for p in seen:
         records[p].remember(p)
