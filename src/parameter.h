@@ -175,6 +175,7 @@ class Parameter {
   DType dtype_;
   bool split_;
   bool initialised_ = false, has_selection_ = false, in_flight_ = false, shows_settled_ = false;
+  bool imported_ = false;  // until edits are looked for the first time
 
   ColumnState device_;
   std::optional<ColumnState> lent_;

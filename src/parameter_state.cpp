@@ -112,6 +112,7 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
   window_ = split_ ? clock.window : Window();
   in_flight_ = split_ && clock.in_flight;
   shows_settled_ = false;
+  imported_ = true;
   lanes_ = HostArray();
   lane_count_ = 0;
   open_lanes_.clear();

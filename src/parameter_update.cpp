@@ -182,17 +182,21 @@ void Parameter::adopt_deferred_row(const TensorView& weight, int64_t r) {
   char* last = host_row(arrays_.last_written, r);
   Scratch live(bytes), settled(bytes);
   weight.gather(r, slot_columns_.data(), slots(), live.data());
-  if (shows_settled_) context_.kernels.round_to(master, dtype_, slots(), settled.data());
+  if (shows_settled_ || imported_) context_.kernels.round_to(master, dtype_, slots(), settled.data());
   for_differences(dtype_, live.data(), shows_settled_ ? settled.data() : last, slots(), [&](int64_t i) {
-    const int64_t item = item_size(dtype_);
+    const size_t item = static_cast<size_t>(item_size(dtype_)), at = static_cast<size_t>(i) * item;
+    const char* edited = static_cast<const char*>(live.data()) + at;
+    std::memcpy(last + at, edited, item);
+    // A model saved under settled() beside this state holds rounded masters: no edit, they keep their bits.
+    if (imported_ && std::memcmp(edited, static_cast<const char*>(settled.data()) + at, item) == 0) return;
     master[i] = widen_element(dtype_, live.data(), i);
-    std::memcpy(last + i * item, static_cast<char*>(live.data()) + i * item, static_cast<size_t>(item));
-    std::memcpy(host_row(arrays_.pending, r) + i * item, last + i * item, static_cast<size_t>(item));
+    std::memcpy(host_row(arrays_.pending, r) + at, edited, item);
   });
 }
 
 void Parameter::adopt_deferred_edits(const TensorView& weight) {
   for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) { adopt_deferred_row(weight, r); });
+  imported_ = false;
 }
 
 void Parameter::adopt_edits(const TensorView& weight) {

@@ -725,6 +725,27 @@ def test_loading_a_models_own_16_bit_weights_costs_no_bits():
     assert_same_saved(*optimizers, "state")
 
 
+@pytest.mark.parametrize("steps", [7, 8, 9])
+def test_a_model_saved_under_settled_resumes_with_all_bits_of_its_masters(steps):
+    p = random_parameter(6, 10, dtype=BF16)
+    optimizer = zenflow_of(p, lr=0.01)
+    train(optimizer, steps)
+    with optimizer.settled():
+        model = p.detach().clone()
+    state = optimizer.state_dict()
+    resumed = nn.Parameter(model)
+    again = zenflow_of(resumed, lr=0.01)
+    again.load_state_dict(state)
+    in_flight = ("pending_output",) if steps == 8 else ()
+    for key in ("master", "exp_avg", "exp_avg_sq", *in_flight):
+        assert_same(saved_state(again)[0][key], state["state"][0][key], key)
+    assert_same(resumed, model, "looking for edits writes nothing")
+    with torch.no_grad():
+        resumed[0, 0] += 1
+    again.synchronize()
+    assert saved_state(again)[0]["master"][0, 0] == resumed[0, 0], "a real edit still wins"
+
+
 def test_an_edit_before_the_first_gradient_is_where_training_starts():
     net = Net(FP32)
     optimizer = zenflow_of(net.weight, topk_ratio=0.3)
