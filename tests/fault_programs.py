@@ -717,6 +717,7 @@ def step_fails_half_way():
 
 
 def start(name, *arguments, limit=60):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it for all that it starts
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)  # a hang shows where, and dies of it
     signal.alarm(limit)
     PROGRAMS[name](*arguments)
