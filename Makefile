@@ -73,4 +73,4 @@ format: $(STAMPS)/requirements
 	$(BIN)/clang-format -i $(cpp_files)
 
 clean:
-	rm -rf $(VENV) build dist python/zenflow.egg-info python/zenflow/*.so
+	rm -rf $(VENV) build dist python/zenflow.egg-info python/zenflow/*.so examples/.cache examples/output

@@ -84,7 +84,7 @@ def rows(run):
 def table(runs, device):
     caption = "Same start, same batches. " if len(runs) > 1 else ""
     if device.type == "cpu" and any(run.zenflow for run in runs):
-        caption += "On a CPU host and device are one memory: bytes over PCIe are those that would cross."
+        caption += "On a CPU, host and device are one memory: bytes over PCIe are those that would cross."
     result = Table(title="Fine-tuning", caption=caption, caption_justify="left")
     result.add_column()
     for run in runs:

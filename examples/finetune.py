@@ -37,7 +37,7 @@ console = Console()
 
 def find_device(name):
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name)
     except RuntimeError:
         stop(f"--device {name}: torch knows no such device; try cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -206,6 +206,10 @@ def main():
     args = parse_arguments(__doc__)
     names = ("adamw", "zenflow") if args.optimizer == "both" else (args.optimizer,)
     device = find_device(args.device)
+    if "zenflow" in names:
+        if device.type != "cpu":
+            stop(f"--device {device}: this version of ZenFlow updates CPU parameters only; use --optimizer adamw there")
+        make_optimizer("zenflow", torch.nn.Linear(1, 1), args)  # a bad setting shows now, not after AdamW's whole run
     text = read_text(args.data)
     transformers.utils.logging.disable_progress_bar()
     if args.model is None:

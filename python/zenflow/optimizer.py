@@ -9,6 +9,7 @@ addresses.
 import collections
 import contextlib
 import copy
+import inspect
 
 import torch
 from torch.optim import Optimizer
@@ -96,7 +97,9 @@ class ZenFlowOptimizer(Optimizer):
         maximize=False,
         **unsupported,
     ):
-        reject_unsupported(unsupported)
+        reject_unsupported(unsupported, inspect.signature(ZenFlowOptimizer).parameters)
+        if isinstance(params, torch.nn.Module):
+            raise TypeError("params is a model: pass model.parameters()")
         self._settings = Settings(
             update_interval=update_interval,
             select_interval=select_interval,
@@ -152,6 +155,9 @@ class ZenFlowOptimizer(Optimizer):
         Raises:
             RuntimeError: a gradient or parameter cannot be used (sparse, complex, meta, other dtype or device), or an
                 earlier host update failed. Nothing has changed then.
+            ValueError: a parameter's dtype is none of float32, bfloat16 and float16, or a group's topk_ratio is out of
+                range. Nothing has changed then.
+            MemoryError: the host does not have the memory for the state.
         """
         loss = None
         if closure is not None:
@@ -302,13 +308,17 @@ class ZenFlowOptimizer(Optimizer):
         anew.
 
         Raises:
-            ValueError, KeyError: the groups or shapes differ, or the state is of another optimizer. Nothing has
+            ValueError: the groups or shapes differ, or the state is of another optimizer. Nothing has
                 changed then.
         """
         self._refuse_while_settled("load_state_dict()")
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        if "param_groups" not in state_dict or "state" not in state_dict:
+            raise ValueError(
+                "this is no optimizer's state dict (it lacks 'state' or 'param_groups'): is it the model's?"
+            )
         saved_groups = copy.deepcopy(state_dict["param_groups"])
         by_id = canonical.match_parameters(self.param_groups, saved_groups)
         states = {by_id[key]: state for key, state in state_dict["state"].items() if key in by_id}
@@ -398,7 +408,10 @@ class ZenFlowOptimizer(Optimizer):
 
     def _refuse_while_settled(self, what):
         if self._shows_settled:
-            raise RuntimeError(f"{what} inside `with optimizer.settled()`: leave the block first")
+            raise RuntimeError(
+                f"{what} cannot run inside `with optimizer.settled()`, which shows other weights than those that "
+                "training goes on from: leave the block first"
+            )
 
     def _clear(self):
         self._store = None  # until the first step

@@ -5,6 +5,7 @@ Not for: anything that changes during training. Messages use torch's own wording
 """
 
 import dataclasses
+import difflib
 import math
 import numbers
 
@@ -19,17 +20,24 @@ UNSUPPORTED_OPTIONS = {
 }
 
 
-def reject_unsupported(options):
-    """Raises for options of torch.optim.AdamW that are asked for and not supported, or unknown."""
+def reject_unsupported(options, known=()):
+    """Raises for options of torch.optim.AdamW that are asked for and not supported, or that are not `known`."""
     for name, value in options.items():
         if name not in UNSUPPORTED_OPTIONS:
-            raise TypeError(f"ZenFlowOptimizer got an unexpected keyword argument {name!r}")
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"ZenFlowOptimizer got an unexpected keyword argument {name!r}{hint}")
         if value:
             raise ValueError(f"{name}={value!r} is not supported: {UNSUPPORTED_OPTIONS[name]}")
 
 
 def check_group(group):
-    """Checks the values that each parameter group has for itself."""
+    """Checks the values that each parameter group has for itself, and that it has no others of ours."""
+    for field in dataclasses.fields(Settings):
+        if field.name in group:
+            raise ValueError(
+                f"{field.name} is one for the whole optimizer: pass it to ZenFlowOptimizer, not in a group"
+            )
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got {lr.numel()} elements")

@@ -153,7 +153,7 @@ def check_states(states, name):
     for p, state in states.items():
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if key not in state:
-                raise KeyError(f"the state of {name(p)} lacks {key!r}: it is not from AdamW or ZenFlowOptimizer")
+                raise ValueError(f"the state of {name(p)} lacks {key!r}: it is not from AdamW or ZenFlowOptimizer")
         columns = (matrix_shape(p.shape)[1],)
         shapes = {"selected": columns, "column_steps": columns, "window": (len(NO_WINDOW),)}
         for key in ("exp_avg", "exp_avg_sq", "master", "last_written", "pending_output", "window_sum", *shapes):

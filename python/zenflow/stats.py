@@ -16,7 +16,8 @@ class Counters:
         d2h_bytes: deferred gradients packed for the host; they cross PCIe where parameters are on a GPU.
         h2d_bytes: deferred weights written back.
         handover_bytes: fp32 state of columns that changed sides, both ways.
-        nonfinite_norms: steps whose global gradient norm was not finite (clipping left them as they were).
+        nonfinite_norms: steps whose global gradient norm was not finite (they were not clipped); counted where
+            max_grad_norm is set.
     """
 
     steps: int = 0
@@ -55,6 +56,28 @@ class Stats:
     device_bytes: int
     parameters: int
     split_parameters: int
+
+    def __str__(self):
+        steps = max(1, self.total.steps)
+        norm = "not computed" if self.global_grad_norm is None else f"{self.global_grad_norm:.4g}"
+        kept = "no second selection yet" if self.selection_overlap is None else f"{self.selection_overlap:.0%}"
+        rows = [
+            ("steps", f"{self.total.steps} ({self.skipped_steps} skipped)"),
+            ("stall", f"{1e3 * self.total.stall_seconds / steps:.2f} ms a step"),
+            ("host update", f"{1e3 * self.total.host_update_seconds / steps:.2f} ms a step"),
+            (
+                "down, up",
+                f"{self.total.d2h_bytes / steps / 1e6:.1f} MB, {self.total.h2d_bytes / steps / 1e6:.1f} MB a step",
+            ),
+            (
+                "memory",
+                f"host {self.host_bytes / 1e6:.1f} MB ({self.host_buffer}), device {self.device_bytes / 1e6:.1f} MB",
+            ),
+            ("parameters", f"{self.parameters}, {self.split_parameters} of them split"),
+            ("selection kept", kept),
+            ("gradient norm", norm),
+        ]
+        return "\n".join(["ZenFlow", *(f"  {name:<14} {value}" for name, value in rows)])
 
 
 def make_stats(settings, store, skipped_steps):

@@ -28,7 +28,10 @@ def check_parameter(p, name):
     if p.layout is not torch.strided:
         raise ValueError(f"{name} has layout {p.layout}: ZenFlow updates dense tensors; use torch.optim.SparseAdam")
     if p.device.type not in ("cpu", "meta"):
-        raise RuntimeError(f"{name} is on {p.device}: this version updates CPU parameters only")
+        raise RuntimeError(
+            f"{name} is on {p.device}: this version updates CPU parameters only; "
+            "use model.to('cpu'), or torch.optim.AdamW for it"
+        )
     if is_lazy(p):  # without a shape until its module's first forward
         return
     if p.is_neg() or any(step == 0 and size > 1 for size, step in zip(p.shape, p.stride(), strict=True)):
