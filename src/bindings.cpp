@@ -155,7 +155,6 @@ PYBIND11_MODULE(_C, m) {
       .def("in_flight", [](Engine& e, int64_t index) { return e.parameter(index).in_flight(); })
       .def("steps", [](Engine& e, int64_t index) { return e.parameter(index).steps(); })
       .def("has_selection", [](Engine& e, int64_t index) { return e.parameter(index).has_selection(); })
-      .def("selection", [](Engine& e, int64_t index) { return e.parameter(index).selection(); })
       .def_property_readonly("clock",
                              [](const Engine& e) {
                                const Clock c = e.clock();
