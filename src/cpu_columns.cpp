@@ -19,7 +19,7 @@ void column_norms(const TensorView& gradient, const Kernels& kernels, ThreadPool
   float* partial = partial_memory.floats();
   std::fill_n(partial, blocks * shape.columns, 0.0f);
   pool.parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
-    Scratch staging(shape.columns * item_size(gradient.dtype()));
+    Scratch staging(gradient.staging_bytes());
     for (int64_t block = begin; block < end; ++block) {
       const int64_t stop = std::min(shape.rows, (block + 1) * kNormRows);
       for (int64_t r = block * kNormRows; r < stop; ++r) {

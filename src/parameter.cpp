@@ -98,6 +98,16 @@ std::vector<int32_t> Parameter::columns_without(const std::vector<int32_t>& sele
   return deferred;
 }
 
+int64_t Parameter::live_staging_bytes(const TensorView& weight) const {
+  return split_ ? device_.width * item_size(dtype_) : weight.staging_bytes();
+}
+
+const void* Parameter::live_selected(const TensorView& weight, int64_t r, void* staging) const {
+  if (!split_) return weight.row(r, staging);
+  weight.gather(r, device_index(), device_.width, staging);
+  return staging;
+}
+
 void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>* selection) {
   std::vector<int32_t> columns = selection != nullptr ? *selection : std::vector<int32_t>();
   std::vector<int32_t> deferred = split_ ? columns_without(columns) : std::vector<int32_t>();
@@ -113,12 +123,10 @@ void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>*
   std::fill_n(device_.exp_avg, shape_.rows * device_.width, 0.0f);
   std::fill_n(device_.exp_avg_sq, shape_.rows * device_.width, 0.0f);
   const ColumnState host = this->host();
-  const bool in_place = !split_ && weight.rows_contiguous();
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    Scratch run(in_place ? 0 : device_.width * item_size(dtype_));
-    if (!in_place) weight.gather(r, device_index(), device_.width, run.data());
-    const void* live = in_place ? weight.row(r, nullptr) : run.data();
-    context_.kernels.widen(live, dtype_, device_.width, device_.master + r * device_.width);
+    Scratch staging(live_staging_bytes(weight));
+    context_.kernels.widen(live_selected(weight, r, staging.data()), dtype_, device_.width,
+                           device_.master + r * device_.width);
     if (slots() == 0) return;
     weight.gather(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
     context_.kernels.widen(host_row(arrays_.last_written, r), dtype_, slots(), host.master + r * slots());

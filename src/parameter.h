@@ -157,6 +157,9 @@ class Parameter {
 
   ColumnState take_lent_block() { return std::exchange(lent_, std::nullopt).value_or(ColumnState()); }
   void set_steps(int64_t steps);
+  // The live weights of one row's selected columns: in place, or gathered into `staging` of so many bytes.
+  const void* live_selected(const TensorView& weight, int64_t r, void* staging) const;
+  int64_t live_staging_bytes(const TensorView& weight) const;
   int64_t wanted_lanes() const;
   std::vector<int32_t> columns_without(const std::vector<int32_t>& selection) const;
   HostArrays make_host_arrays(int64_t slots) const;

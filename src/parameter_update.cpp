@@ -77,7 +77,7 @@ void Parameter::apply_gradient(const TensorView& weight, const TensorView& gradi
   const bool packs = slots() > 0;
   char* const lane_memory = packs ? lane(next_lane_) : nullptr;
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    Scratch staging(gradient.rows_contiguous() ? 0 : shape_.columns * item_size(gradient.dtype()));
+    Scratch staging(gradient.staging_bytes());
     const void* row = gradient.row(r, staging.data());
     if (device_.width > 0) update_selected(weight, row, gradient.dtype(), r, update);
     if (packs) pack(row, gradient.dtype(), r, lane_memory);
@@ -154,8 +154,9 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
   const Window window = std::exchange(window_, {});
   job.closes_window = true;
   job.gradient_count = window.count;
-  job.move = make_adam_step(window.last, window.lr_sum, window.keep, steps_, lookahead);
-  if (context_.settings.mean) {
+  if (!context_.settings.mean) {
+    job.move = make_adam_step(window.last, window.lr_sum, window.keep, steps_, lookahead);
+  } else {
     for (int32_t c : slot_columns_) ++column_steps_[static_cast<size_t>(c)];
     const double decay = window.last.lr * window.last.weight_decay;
     job.move = make_adam_step(window.last, window.last.lr, 1.0 - decay, steps_, lookahead);
@@ -168,10 +169,8 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
 
 void Parameter::adopt_selected_edits(const TensorView& weight) {
   for_rows(context_.pool, {shape_.rows, device_.width}, [&](int64_t r) {
-    const bool in_place = !split_ && weight.rows_contiguous();
-    Scratch run(in_place ? 0 : device_.width * item_size(dtype_));
-    if (!in_place) weight.gather(r, device_index(), device_.width, run.data());
-    const void* live = in_place ? weight.row(r, nullptr) : run.data();
+    Scratch staging(live_staging_bytes(weight));
+    const void* live = live_selected(weight, r, staging.data());
     adopt_run(context_.kernels, dtype_, live, device_.width, device_.master + r * device_.width);
   });
 }

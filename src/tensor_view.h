@@ -38,8 +38,9 @@ class TensorView {
   void gather(int64_t r, const int32_t* columns, int64_t count, void* run) const;
   void scatter(int64_t r, const int32_t* columns, int64_t count, const void* run) const;
 
-  // A pointer to row r as a contiguous run: its own memory, or a copy in `staging` (columns elements).
+  // A pointer to row r as a contiguous run: its own memory, or a copy in `staging` (staging_bytes() of it).
   const void* row(int64_t r, void* staging) const;
+  int64_t staging_bytes() const { return rows_contiguous() ? 0 : shape_.columns * item_size(dtype_); }
 
   // Contiguous views only.
   void* at(int64_t element) const { return data_ + element * item_size(dtype_); }
