@@ -31,17 +31,18 @@ std::vector<int64_t> strides_of(const py::handle& value) {
 
 // (index, weight, strides, suspect, gradient or 0, dtype, strides, group); groups: (lr, beta1, beta2, eps,
 // weight_decay, maximize)
-std::vector<Operand> operands_of(const Engine& engine, const py::list& rows, const py::list& groups) {
+std::vector<Operand> operands_of(Engine& engine, const py::list& rows, const py::list& groups) {
   std::vector<Operand> operands;
   operands.reserve(rows.size());
   for (const py::handle row : rows) {
     const auto t = py::reinterpret_borrow<py::tuple>(row);
     Operand& o = operands.emplace_back();
-    o.parameter = t[0].cast<int64_t>();
-    o.weight = engine.view(o.parameter, address<void>(t[1]), std::nullopt, strides_of(t[2]));
+    const auto index = t[0].cast<int64_t>();
+    o.parameter = &engine.parameter(index);
+    o.weight = engine.view(index, address<void>(t[1]), std::nullopt, strides_of(t[2]));
     o.suspect = t[3].cast<bool>();
     if (void* gradient = address<void>(t[4])) {
-      o.gradient = engine.view(o.parameter, gradient, static_cast<DType>(t[5].cast<int>()), strides_of(t[6]));
+      o.gradient = engine.view(index, gradient, static_cast<DType>(t[5].cast<int>()), strides_of(t[6]));
     }
     if (groups.empty()) continue;
     const auto group = py::reinterpret_borrow<py::tuple>(groups[t[7].cast<size_t>()]);
@@ -151,7 +152,7 @@ PYBIND11_MODULE(_C, m) {
       .def("discard", &Engine::discard, py::call_guard<py::gil_scoped_release>())
       .def("next_width", [](Engine& e, int64_t index) { return e.parameter(index).next_width(); })
       .def("block_in_use",
-           [](Engine& e, int64_t index) { return reinterpret_cast<uintptr_t>(e.parameter(index).block_in_use()); })
+           [](Engine& e, int64_t index) { return reinterpret_cast<uintptr_t>(e.parameter(index).block().master); })
       .def("in_flight", [](Engine& e, int64_t index) { return e.parameter(index).in_flight(); })
       .def("steps", [](Engine& e, int64_t index) { return e.parameter(index).steps(); })
       .def("has_selection", [](Engine& e, int64_t index) { return e.parameter(index).has_selection(); })
@@ -163,7 +164,7 @@ PYBIND11_MODULE(_C, m) {
       .def("set_clock", [](Engine& e, int64_t step, int64_t window_step, int64_t last_selection,
                            int64_t publish_at) { e.set_clock({step, window_step, last_selection, publish_at}); })
       .def_property_readonly("host_bytes", &Engine::host_bytes)
-      .def("report", [](const Engine& e) {
+      .def("report", [](Engine& e) {
         const Report r = e.report();
         return py::dict("total"_a = counters_dict(r.total), "last_window"_a = counters_dict(r.last_window),
                         "gradient_norm"_a = r.gradient_norm, "selection_overlap"_a = r.selection_overlap);

@@ -2,12 +2,18 @@
 #include "cpu_columns.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 
 #include "scratch.h"
 
 namespace zenflow {
+namespace {
+
+constexpr size_t kNormSums = 256;  // interleaved partial sums of squared_norm: a GPU adds them side by side
+
+}  // namespace
 
 void column_norms(const TensorView& gradient, const Kernels& kernels, ThreadPool& pool, std::vector<float>& norms) {
   const Matrix shape = gradient.shape();
@@ -33,9 +39,10 @@ void column_norms(const TensorView& gradient, const Kernels& kernels, ThreadPool
   }
 }
 
-double squared_norm(const TensorView& gradient, const Kernels& kernels, ThreadPool& pool, std::vector<float>& norms) {
-  column_norms(gradient, kernels, pool, norms);
-  return std::accumulate(norms.begin(), norms.end(), 0.0);
+double squared_norm(const std::vector<float>& norms) {
+  std::array<double, kNormSums> sums{};
+  for (size_t c = 0; c < norms.size(); ++c) sums[c % kNormSums] += norms[c];
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
 std::vector<int32_t> top_k(const std::vector<float>& norms, int64_t k) {

@@ -18,8 +18,8 @@ constexpr int64_t kNormRows = 128;  // rows that one partial sum covers
 // norms[c] = squared norm of column c, fp32; resized to [columns].
 void column_norms(const TensorView& gradient, const Kernels& kernels, ThreadPool& pool, std::vector<float>& norms);
 
-// The sum of the column norms, in double, columns in order. `norms` is working memory.
-double squared_norm(const TensorView& gradient, const Kernels& kernels, ThreadPool& pool, std::vector<float>& norms);
+// A gradient's squared norm: the sum of its columns' in double, in the order of docs/arithmetic.md.
+double squared_norm(const std::vector<float>& norms);
 
 // The k columns of the largest norms, ascending. Non-finite norms rank below all finite ones, ties go to the lower
 // index. 0 <= k <= norms.size().

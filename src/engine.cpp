@@ -9,7 +9,6 @@
 #include <string>
 #include <utility>
 
-#include "cpu_columns.h"
 #include "floating_point_mode.h"
 #include "isa.h"
 
@@ -30,11 +29,30 @@ Engine::Engine(const Settings& settings, int host_threads, std::vector<int> pin_
       pool_(caller_threads),
       context_{active_kernels(), pool_, settings_},
       updater_(host_threads, std::move(pin_cpus)),
-      lane_tickets_(static_cast<size_t>(1 + settings.update_delay), 0) {}
+      lane_tickets_(static_cast<size_t>(1 + settings.update_delay), 0) {
+  devices_.push_back(std::make_unique<CpuDevice>(context_));
+}
 
-int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count) {
+Engine::~Engine() {
+  try {
+    for (const auto& device : devices_) device->wait();  // for the lanes that no job was going to read
+  } catch (const std::exception&) {
+    // The device is lost, and nothing of it is in use any more.
+  }
+}
+
+size_t Engine::add_device(std::unique_ptr<Device> device) {
+  devices_.push_back(std::move(device));
+  return devices_.size() - 1;
+}
+
+void Engine::use_stream(size_t device, uintptr_t stream) {
+  devices_.at(device)->use_stream(stream);
+}
+
+int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count, size_t device) {
   const std::lock_guard lock(calls_.mutex());
-  auto state = std::make_unique<Parameter>(context_, sizes, dtype, split, step_count);
+  auto state = std::make_unique<Parameter>(context_, *devices_.at(device), sizes, dtype, split, step_count);
   parameters_.push_back({std::move(sizes), std::move(state)});
   return static_cast<int64_t>(parameters_.size()) - 1;
 }
@@ -48,6 +66,9 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
   wait(0);  // an error of earlier work surfaces before anything changes
+  for (const auto& device : devices_) {
+    if (const auto norm = device->late_norm()) keep_norm(*norm);
+  }
   const int64_t step = clock_.step + 1;
 
   prepare(operands, plan);
@@ -55,7 +76,7 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
     wait_for_host();  // the one exception to the visibility rule: a column must never have two owners
     publish(operands);
   }
-  const double coefficient = choose_columns(operands, plan);
+  const Coefficient coefficient = choose_columns(operands, plan);
   try {
     apply_gradients(operands, coefficient);
     if (clock_.publish_at == step) {
@@ -75,87 +96,153 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   if (plan.selects) clock_.last_selection = step;
   report_.total.steps = step;
   if (plan.ends_window) {
-    const Counters now = report().total;
+    const Counters now = totals();
     report_.last_window = now - std::exchange(window_start_, now);
   }
 }
 
-bool Engine::selects(const Operand& o, const StepPlan& plan) {
-  return o.gradient && of(o).split() && !plan.warm_up && (plan.selects || !of(o).has_selection());
+template <class Wanted>
+std::vector<Engine::Share> Engine::shares(std::span<const Operand> operands, Wanted&& wanted) const {
+  std::vector<Share> shares;
+  for (const Operand& o : operands) {
+    if (!wanted(o)) continue;
+    Device* const device = &o.parameter->device();
+    const auto at = std::find_if(shares.begin(), shares.end(), [&](const Share& s) { return s.device == device; });
+    (at != shares.end() ? *at : shares.emplace_back(Share{device, {}})).operands.push_back(&o);
+  }
+  return shares;
 }
 
+bool Engine::selects(const Operand& o, const StepPlan& plan) const {
+  const Parameter& p = *o.parameter;
+  return o.gradient && p.split() && !plan.warm_up && (plan.selects || !p.has_selection());
+}
+
+// State for parameters that have none, and edits; what starts with its selection gets its state in choose_columns().
 void Engine::prepare(std::span<const Operand> operands, const StepPlan& plan) {
   if (std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.suspect; })) wait_for_host();
   for (const Operand& o : operands) {
-    const bool starts_split = !of(o).initialised() && selects(o, plan);  // by its selection, in choose_columns()
-    if (!starts_split && (o.suspect || !of(o).initialised())) adopt(o);
+    Parameter& p = *o.parameter;
+    if (!p.initialised() && !selects(o, plan)) {
+      p.device().on_host(p, o.weight, [&](const TensorView& weight) { p.initialise(weight, nullptr); });
+    } else if (p.initialised() && o.suspect && !o.gradient) {
+      p.device().on_host(p, o.weight, [&](const TensorView& weight) { p.adopt_edits(weight); });
+    }
   }
+  const auto edited = [](const Operand& o) { return o.parameter->initialised() && o.suspect && o.gradient; };
+  for (const Share& s : shares(operands, edited)) s.device->adopt_deferred_edits(s.operands);
 }
 
-void Engine::adopt(const Operand& o) {
-  of(o).initialised() ? of(o).adopt_edits(o.weight) : of(o).initialise(o.weight, nullptr);
-}
+// Hands columns over where a selection is due, and returns the factor of all gradients; both judge by the raw ones.
+Coefficient Engine::choose_columns(std::span<const Operand> operands, const StepPlan& plan) {
+  const bool clips = plan.max_grad_norm > 0;
+  const auto wanted = [&](const Operand& o) { return o.gradient && (clips || selects(o, plan)); };
+  const std::vector<Share> measured = shares(operands, wanted);
+  for (const Share& s : measured) s.device->measure(s.operands);
+  const Coefficient coefficient = clips ? clip(measured, plan.max_grad_norm) : Coefficient();
 
-// Hands columns over where a selection is due, and returns the clipping coefficient; both judge by the raw gradients.
-double Engine::choose_columns(std::span<const Operand> operands, const StepPlan& plan) {
-  double total = 0;
-  int64_t kept = 0, selected_before = 0;
+  Overlap overlap;
+  for (const Share& s : measured) select_columns(s, plan, overlap);
+  if (overlap.before > 0) {
+    report_.selection_overlap = static_cast<double>(overlap.kept) / static_cast<double>(overlap.before);
+  }
   for (const Operand& o : operands) {
-    Parameter& p = of(o);
-    if (!o.gradient) continue;
-    if (plan.max_grad_norm > 0) total += squared_norm(o.gradient, context_.kernels, pool_, norms_);
-    if (selects(o, plan)) {
-      if (plan.max_grad_norm == 0) column_norms(o.gradient, context_.kernels, pool_, norms_);
-      const std::vector<int32_t> selection = top_k(norms_, p.next_width());
-      if (!p.initialised()) {
-        p.initialise(o.weight, &selection);
-      } else {
-        p.adopt_edits(o.weight);
-        const bool hands_over = p.has_selection();  // a first selection moves nothing from the device
-        const int64_t width = p.selected_width(), stayed = p.select(o.weight, selection);
-        if (hands_over) {
-          selected_before += width;
-          kept += stayed;
-          report_.total.handover_bytes += 12 * p.shape().rows * (width - stayed + p.selected_width() - stayed);
-        }
-      }
-    }
-    if (p.split() && !p.has_lanes(o.gradient.dtype())) {
-      wait_for_host();  // a job may still read the lanes that are replaced
-      p.reserve_lanes(o.gradient.dtype());
-    }
+    Parameter& p = *o.parameter;
+    if (!o.gradient || !p.split() || p.has_lanes(o.gradient.dtype())) continue;
+    wait_for_host();  // a job may still read the lanes that are replaced
+    p.device().wait();
+    p.reserve_lanes(o.gradient.dtype());
   }
-  if (selected_before > 0) report_.selection_overlap = static_cast<double>(kept) / static_cast<double>(selected_before);
-  if (plan.max_grad_norm == 0) return 1.0;
-
-  const double norm = report_.gradient_norm = std::sqrt(total);
-  if (std::isfinite(norm)) return std::min(1.0, plan.max_grad_norm / (norm + 1e-6));
-  ++report_.total.nonfinite_norms;
-  return 1.0;
+  return coefficient;
 }
 
-void Engine::apply_gradients(std::span<const Operand> operands, double coefficient) {
+Coefficient Engine::clip(std::span<const Share> measured, double max_grad_norm) {
+  if (measured.size() == 1) {
+    if (const auto coefficient = measured[0].device->clip(max_grad_norm)) return *coefficient;
+  }
+  std::vector<std::pair<const Operand*, double>> squared;  // to be added in the caller's order, whatever the device
+  for (const Share& s : measured) {
+    const std::vector<double> norms = s.device->squared_norms();
+    for (size_t i = 0; i < norms.size(); ++i) squared.emplace_back(s.operands[i], norms[i]);
+  }
+  std::sort(squared.begin(), squared.end());
+  double total = 0;
+  for (const auto& [operand, norm] : squared) total += norm;
+  const double norm = std::sqrt(total);
+  keep_norm(norm);
+  return {std::isfinite(norm) ? std::min(1.0, max_grad_norm / (norm + 1e-6)) : 1.0};
+}
+
+void Engine::keep_norm(double norm) {
+  report_.gradient_norm = norm;
+  if (!std::isfinite(norm)) ++report_.total.nonfinite_norms;
+}
+
+void Engine::select_columns(const Share& measured, const StepPlan& plan, Overlap& overlap) {
+  std::vector<size_t> which;
+  std::vector<int64_t> widths;
+  Operands with_state;
+  for (size_t i = 0; i < measured.operands.size(); ++i) {
+    const Operand& o = *measured.operands[i];
+    if (!selects(o, plan)) continue;
+    which.push_back(i);
+    widths.push_back(o.parameter->next_width());
+    if (o.parameter->initialised()) with_state.push_back(&o);
+  }
+  if (which.empty()) return;
+
+  const std::vector<std::vector<int32_t>> selections = measured.device->top_k(which, widths);
+  measured.device->adopt_deferred_edits(with_state);
+  for (size_t i = 0; i < which.size(); ++i) {
+    const Operand& o = *measured.operands[which[i]];
+    Parameter& p = *o.parameter;
+    if (!p.initialised()) {
+      p.device().on_host(p, o.weight, [&](const TensorView& weight) { p.initialise(weight, &selections[i]); });
+      continue;
+    }
+    const bool hands_over = p.has_selection();  // a first selection moves nothing from the device
+    const int64_t width = p.block().width, kept = p.select(o.weight, selections[i]);
+    if (!hands_over) continue;
+    overlap.before += width;
+    overlap.kept += kept;
+    report_.total.handover_bytes += 12 * p.shape().rows * (width - kept + p.block().width - kept);
+  }
+}
+
+void Engine::apply_gradients(std::span<const Operand> operands, const Coefficient& coefficient) {
   // Streaming: the job that read these lanes a round ago must be done with them.
   if (settings_.stream) wait(lane_tickets_[static_cast<size_t>(clock_.step % (1 + settings_.update_delay))]);
-  for (const Operand& o : operands) {
-    if (!o.gradient) continue;
-    of(o).apply_gradient(o.weight, o.gradient, o.hyper, o.maximize ? -coefficient : coefficient);
-    report_.total.d2h_bytes += of(o).deferred_count() * item_size(o.gradient.dtype());
+  for (const Share& s : shares(operands, [](const Operand& o) { return bool(o.gradient); })) {
+    received_.clear();
+    for (const Operand* o : s.operands) {
+      const double scale = o->maximize ? -coefficient.value : coefficient.value;
+      received_.push_back({o, o->parameter->receive(o->hyper, scale, coefficient.late)});
+      report_.total.d2h_bytes += o->parameter->deferred_count() * item_size(o->gradient.dtype());
+    }
+    s.device->apply(received_);
   }
 }
 
 void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan& plan) {
+  if (plan.ends_window) {
+    const auto collected = [](const Operand& o) { return o.parameter->window().count > 0; };
+    for (const Share& s : shares(operands, collected)) s.device->adopt_deferred_edits(s.operands);
+  }
   std::vector<HostJob> jobs;
   for (const Operand& o : operands) {
-    Parameter& p = of(o);
-    if (plan.ends_window && p.window().count > 0) p.adopt_deferred_edits(o.weight);
-    auto job = p.host_job(plan.ends_window, plan.warm_up ? 0.0 : settings_.lookahead);
+    auto job = o.parameter->host_job(plan.ends_window, plan.warm_up ? 0.0 : settings_.lookahead);
     if (job) jobs.push_back(std::move(*job));
   }
   if (!jobs.empty()) {
-    last_ticket_ = updater_.submit([jobs = std::move(jobs), &kernels = context_.kernels](ThreadPool& pool) {
-      for (const HostJob& job : jobs) job.run(kernels, pool);
-    });
+    std::vector<std::function<void()>> arrivals;
+    for (const auto& device : devices_) {
+      if (auto arrival = device->arrival()) arrivals.push_back(std::move(arrival));
+    }
+    last_ticket_ = updater_.submit(
+        [jobs = std::move(jobs), arrivals = std::move(arrivals), &kernels = context_.kernels](ThreadPool& pool) {
+          for (const auto& arrive : arrivals) arrive();
+          for (const HostJob& job : jobs) job.run(kernels, pool);
+        });
     lane_tickets_[static_cast<size_t>(clock_.step % (1 + settings_.update_delay))] = last_ticket_;
   }
   if (!plan.ends_window) return;
@@ -168,11 +255,11 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
 }
 
 void Engine::publish(std::span<const Operand> operands) {
-  for (const Operand& o : operands) {
-    Parameter& p = of(o);
-    if (!p.in_flight()) continue;
-    p.publish(o.weight);
-    report_.total.h2d_bytes += p.deferred_count() * item_size(p.dtype());
+  for (const Share& s : shares(operands, [](const Operand& o) { return o.parameter->in_flight(); })) {
+    for (const Operand* o : s.operands) {
+      report_.total.h2d_bytes += o->parameter->deferred_count() * item_size(o->parameter->dtype());
+    }
+    s.device->publish(s.operands);
   }
   clock_.publish_at = 0;
 }
@@ -184,6 +271,18 @@ void Engine::wait(HostUpdater::Ticket ticket) {
   report_.total.stall_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+// Waits for the host first: what work does needs it idle.
+void Engine::on_host(std::span<const Operand> operands, FunctionRef<void(Parameter&, const TensorView&)> work) {
+  wait_for_host();
+  for (const Operand& o : operands) {
+    Parameter& p = *o.parameter;
+    p.device().on_host(p, o.weight, [&](const TensorView& weight) {
+      p.initialised() ? p.adopt_edits(weight) : p.initialise(weight, nullptr);
+      work(p, weight);
+    });
+  }
+}
+
 void Engine::synchronize(std::span<const Operand> operands) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
@@ -191,21 +290,17 @@ void Engine::synchronize(std::span<const Operand> operands) {
 }
 
 void Engine::settle(std::span<const Operand> operands) {
-  wait_for_host();
-  for (const Operand& o : operands) {
-    Parameter& p = of(o);
-    adopt(o);
+  on_host(operands, [&](Parameter& p, const TensorView& weight) {
     if (p.in_flight()) report_.total.h2d_bytes += p.deferred_count() * item_size(p.dtype());
-    p.write_settled(o.weight);
-  }
+    p.write_settled(weight);
+  });
   clock_.publish_at = 0;
 }
 
 void Engine::flush(std::span<const Operand> operands) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
-  wait_for_host();
-  for (const Operand& o : operands) adopt(o);
+  on_host(operands, [](Parameter&, const TensorView&) {});
   submit_host_work(operands, {.ends_window = true});
   clock_.window_step = 0;
   settle(operands);
@@ -213,38 +308,38 @@ void Engine::flush(std::span<const Operand> operands) {
 
 void Engine::show_settled(std::span<const Operand> operands) {
   const std::lock_guard lock(calls_.mutex());
-  wait_for_host();
-  for (const Operand& o : operands) adopt(o), of(o).show_settled(o.weight);
+  on_host(operands, [](Parameter& p, const TensorView& weight) { p.show_settled(weight); });
 }
 
 void Engine::show_training(std::span<const Operand> operands) {
   const std::lock_guard lock(calls_.mutex());
-  wait_for_host();
-  for (const Operand& o : operands) adopt(o), of(o).show_training(o.weight);
+  on_host(operands, [](Parameter& p, const TensorView& weight) { p.show_training(weight); });
 }
 
 void Engine::adopt_edits(std::span<const Operand> operands) {
   const std::lock_guard lock(calls_.mutex());
-  wait_for_host();
-  for (const Operand& o : operands) adopt(o);
+  on_host(operands, [](Parameter&, const TensorView&) {});
 }
 
 void Engine::export_state(int64_t index, const FullState& full) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
   wait_for_host();
-  parameter(index).export_state(full);
+  Parameter& p = parameter(index);
+  p.device().on_host(p, {}, [&](const TensorView&) { p.export_state(full); });
 }
 
 void Engine::import_state(int64_t index, const FullState& full, const ImportedClock& clock) {
   const std::lock_guard lock(calls_.mutex());
   wait_for_host();
-  parameter(index).import_state(full, clock);
+  Parameter& p = parameter(index);
+  p.device().on_host(p, {}, [&](const TensorView&) { p.import_state(full, clock); });
 }
 
 void Engine::discard(int64_t index) {
   const std::lock_guard lock(calls_.mutex());
   wait_for_host();
+  parameter(index).device().wait();
   parameters_.at(static_cast<size_t>(index)).state.reset();
 }
 
@@ -253,9 +348,19 @@ void Engine::set_clock(const Clock& clock) {
   clock_ = clock;
 }
 
-Report Engine::report() const {
+Counters Engine::totals() const {
+  Counters totals = report_.total;
+  totals.host_update_seconds = updater_.busy_seconds();
+  return totals;
+}
+
+Report Engine::report() {
+  const std::lock_guard lock(calls_.mutex());
+  for (const auto& device : devices_) {
+    if (const auto norm = device->late_norm()) keep_norm(*norm);
+  }
   Report report = report_;
-  report.total.host_update_seconds = updater_.busy_seconds();
+  report.total = totals();
   return report;
 }
 

@@ -16,6 +16,8 @@
 #include <span>
 #include <vector>
 
+#include "cpu_device.h"
+#include "device.h"
 #include "fork.h"
 #include "host_updater.h"
 #include "parameter.h"
@@ -36,16 +38,6 @@ struct StepPlan {
   double max_grad_norm = 0;  // 0: no clipping
 };
 
-// A parameter's weight, and for step() its gradient, if it has one.
-struct Operand {
-  int64_t parameter = 0;
-  TensorView weight;
-  TensorView gradient;
-  Hyper hyper;
-  bool maximize = false;
-  bool suspect = false;  // version or storage changed since the last write: look for edits
-};
-
 struct Counters {
   int64_t steps = 0;
   double stall_seconds = 0;        // step() waited for the host
@@ -64,13 +56,23 @@ struct Report {
   double selection_overlap = std::numeric_limits<double>::quiet_NaN();  // share of columns that the last selection kept
 };
 
+// Selected columns before a selection, and how many of them it keeps.
+struct Overlap {
+  int64_t before = 0, kept = 0;
+};
+
 class Engine {
  public:
   // `host_threads` and `pin_cpus` drive the background update, `caller_threads` what step() does itself.
   Engine(const Settings& settings, int host_threads, std::vector<int> pin_cpus, int caller_threads);
+  ~Engine();
 
+  // Device 0 is the host; returns the new one's number.
+  size_t add_device(std::unique_ptr<Device> device);
+  // The caller's stream on that device in the calls to come.
+  void use_stream(size_t device, uintptr_t stream);
   // `step_count` as for Parameter.
-  int64_t add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count = nullptr);
+  int64_t add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count = nullptr, size_t device = 0);
   Parameter& parameter(int64_t index) { return *parameters_.at(static_cast<size_t>(index)).state; }
   TensorView view(int64_t index, void* data, std::optional<DType> dtype, std::span<const int64_t> strides) const;
 
@@ -91,7 +93,7 @@ class Engine {
 
   Clock clock() const { return clock_; }
   void set_clock(const Clock& clock);
-  Report report() const;
+  Report report();  // waits for a GPU's last gradient norm
   int64_t host_bytes() const;
 
  private:
@@ -100,15 +102,27 @@ class Engine {
     std::unique_ptr<Parameter> state;
   };
 
-  Parameter& of(const Operand& operand) { return parameter(operand.parameter); }
-  void adopt(const Operand& operand);
-  bool selects(const Operand& operand, const StepPlan& plan);
+  // Operands whose parameters live on one device.
+  struct Share {
+    Device* device;
+    Operands operands;
+  };
+  template <class Wanted>
+  std::vector<Share> shares(std::span<const Operand> operands, Wanted&& wanted) const;
+
+  bool selects(const Operand& operand, const StepPlan& plan) const;
   void prepare(std::span<const Operand> operands, const StepPlan& plan);
-  double choose_columns(std::span<const Operand> operands, const StepPlan& plan);
-  void apply_gradients(std::span<const Operand> operands, double coefficient);
+  Coefficient choose_columns(std::span<const Operand> operands, const StepPlan& plan);
+  Coefficient clip(std::span<const Share> measured, double max_grad_norm);
+  void select_columns(const Share& measured, const StepPlan& plan, Overlap& overlap);
+  void apply_gradients(std::span<const Operand> operands, const Coefficient& coefficient);
   void submit_host_work(std::span<const Operand> operands, const StepPlan& plan);
   void publish(std::span<const Operand> operands);
   void settle(std::span<const Operand> operands);
+  void adopt(std::span<const Operand> operands);
+  void on_host(std::span<const Operand> operands, FunctionRef<void(Parameter&, const TensorView&)> work);
+  void keep_norm(double norm);
+  Counters totals() const;
   void wait(HostUpdater::Ticket ticket);
   void wait_for_host() { wait(last_ticket_); }
 
@@ -116,12 +130,13 @@ class Engine {
   Settings settings_;
   ThreadPool pool_;
   Context context_;
+  std::vector<std::unique_ptr<Device>> devices_;
   std::vector<Entry> parameters_;
   HostUpdater updater_;  // after what its jobs write: its destructor finishes them
   Clock clock_;
   HostUpdater::Ticket last_ticket_ = 0;
   std::vector<HostUpdater::Ticket> lane_tickets_;  // streaming: the job that last read each step's lanes
-  std::vector<float> norms_;
+  std::vector<ReceivedGradient> received_;
   Report report_;
   Counters window_start_;
   std::exception_ptr broken_;  // what later calls throw, since a step failed half-way

@@ -3,7 +3,18 @@
 
 namespace zenflow {
 
+std::vector<Lane> known_lanes(const std::vector<LateLane>& lanes) {
+  std::vector<Lane> known;
+  known.reserve(lanes.size());
+  for (const LateLane& l : lanes) {
+    known.push_back(l.lane);
+    if (l.late != nullptr) known.back().fold.scale *= *l.late;
+  }
+  return known;
+}
+
 void HostJob::run(const Kernels& kernels, ThreadPool& pool) const {
+  const std::vector<Lane> lanes = known_lanes(this->lanes);
   const ColumnSteps columns = corrections.view();
   const Update update{master,
                       exp_avg,

@@ -23,13 +23,21 @@ struct ColumnCorrections {
   ColumnSteps view() const { return {step.data(), root.data(), ahead.data()}; }
 };
 
+// A lane whose gradients are scaled by `late` too (nullptr: not), which is known when the job runs.
+struct LateLane {
+  Lane lane;
+  const float* late;
+};
+
+std::vector<Lane> known_lanes(const std::vector<LateLane>& lanes);
+
 struct HostJob {
   float* master;
   float* exp_avg;
   float* exp_avg_sq;
   float* sum;  // "mean" while streaming or resumed within a window, else null
   void* written;
-  std::vector<Lane> lanes;
+  std::vector<LateLane> lanes;
   DType lane_dtype, written_dtype;
   int64_t rows, slots;
   bool mean;

@@ -38,35 +38,48 @@ void* allocate(int64_t bytes) {
 
 }  // namespace
 
-HostArray::HostArray(int64_t bytes) {
+HostArray::HostArray(int64_t bytes, PageLocker* locker) : bytes_(bytes), locker_(locker) {
   if (bytes < 0) throw std::invalid_argument("zenflow: a host array cannot have " + std::to_string(bytes) + " bytes");
   if (bytes == 0) return;
-  data_ = bytes >= kMapFrom ? map(bytes) : allocate(bytes);
+  data_ = mapped_bytes() > 0 ? map(mapped_bytes()) : allocate(bytes);
   if (data_ == nullptr) {
     throw HostMemoryError("zenflow: cannot allocate " + std::to_string(bytes) + " bytes of host memory (" +
                           std::strerror(errno) + "); " + std::to_string(held) + " bytes are held already");
   }
-  bytes_ = bytes;
   held += bytes;
+}
+
+int64_t HostArray::mapped_bytes() const {
+  return bytes_ >= kMapFrom || locker_ != nullptr ? (bytes_ + kPage - 1) / kPage * kPage : 0;
+}
+
+void HostArray::page_lock() {
+  if (data_ != nullptr && locker_ != nullptr) device_address_ = locker_->lock(data_, mapped_bytes());
 }
 
 HostArray::~HostArray() {
   if (data_ == nullptr) return;
   held -= bytes_;
-  if (bytes_ >= kMapFrom) {
-    munmap(data_, bytes_);
+  if (device_address_ != nullptr) locker_->unlock(data_);
+  if (mapped_bytes() > 0) {
+    munmap(data_, mapped_bytes());
   } else {
     std::free(data_);
   }
 }
 
 HostArray::HostArray(HostArray&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      locker_(std::exchange(other.locker_, nullptr)),
+      device_address_(std::exchange(other.device_address_, nullptr)) {}
 
 HostArray& HostArray::operator=(HostArray&& other) noexcept {
   HostArray old(std::move(other));
   std::swap(data_, old.data_);
   std::swap(bytes_, old.bytes_);
+  std::swap(locker_, old.locker_);
+  std::swap(device_address_, old.device_address_);
   return *this;
 }
 
@@ -74,7 +87,7 @@ void HostArray::first_touch(ThreadPool& pool, int64_t element_bytes, int64_t gra
   if (element_bytes < 1) {
     throw std::invalid_argument("zenflow: first_touch needs element_bytes >= 1, got " + std::to_string(element_bytes));
   }
-  if (bytes_ < kMapFrom) return;  // from the heap: touched already
+  if (bytes_ < kMapFrom) return;  // one thread's anyway
   const int64_t elements = bytes_ / element_bytes + (bytes_ % element_bytes != 0);
   pool.parallel_for(elements, grain, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * element_bytes, last = std::min(end * element_bytes, bytes_);

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <utility>
 
+#include "device.h"
 #include "rows.h"
 
 namespace zenflow {
@@ -18,8 +19,18 @@ void Window::add(const Hyper& h) {
   last = h;
 }
 
-Parameter::Parameter(const Context& context, std::span<const int64_t> sizes, DType dtype, bool split, float* step_count)
-    : context_(context), shape_(matrix_of(sizes)), dtype_(dtype), split_(split), step_count_(step_count) {}
+Parameter::Parameter(const Context& context, Device& device, std::span<const int64_t> sizes, DType dtype, bool split,
+                     float* step_count)
+    : context_(context),
+      device_(device),
+      shape_(matrix_of(sizes)),
+      dtype_(dtype),
+      split_(split),
+      step_count_(step_count) {}
+
+Parameter::~Parameter() {
+  device_.forget(*this);
+}
 
 void Parameter::set_steps(int64_t steps) {
   steps_ = steps;
@@ -32,7 +43,7 @@ ColumnState Parameter::host() const {
 }
 
 std::vector<int32_t> Parameter::selection() const {
-  std::vector<int32_t> columns = device_columns_;
+  std::vector<int32_t> columns = block_columns_;
   std::sort(columns.begin(), columns.end());
   return columns;
 }
@@ -47,15 +58,23 @@ int64_t Parameter::host_bytes() const {
          a.sum.bytes() + lanes_.bytes();
 }
 
+PageLocker* Parameter::locker() const {
+  return device_.page_locker();
+}
+
+HostArray Parameter::make_array(int64_t elements, int64_t element_bytes, PageLocker* locker) const {
+  HostArray array(elements * element_bytes, locker);
+  array.first_touch(context_.pool, element_bytes, kHostGrain);
+  array.page_lock();
+  return array;
+}
+
 HostArrays Parameter::make_host_arrays(int64_t slots) const {
-  const auto make = [&](int64_t element_bytes) {
-    HostArray array(shape_.rows * slots * element_bytes);
-    array.first_touch(context_.pool, element_bytes, kHostGrain);
-    return array;
-  };
-  const int64_t item = item_size(dtype_);
-  return {make(4),    make(4),    make(4),
-          make(item), make(item), context_.settings.mean && context_.settings.stream ? make(4) : HostArray()};
+  const int64_t count = shape_.rows * slots, item = item_size(dtype_);
+  const bool sums = context_.settings.mean && context_.settings.stream;
+  return {make_array(count, 4, locker()),    make_array(count, 4, nullptr),
+          make_array(count, 4, nullptr),     make_array(count, item, locker()),
+          make_array(count, item, locker()), sums ? make_array(count, 4, nullptr) : HostArray()};
 }
 
 int64_t Parameter::wanted_lanes() const {
@@ -71,15 +90,13 @@ void Parameter::reserve_lanes(DType gradient) {
   const int64_t wanted = wanted_lanes();
   // Gradients of two dtypes in one window: fp32 holds both exactly.
   const DType dtype = open_lanes_.empty() ? gradient : DType::kFloat32;
-  HostArray lanes(wanted * deferred_count() * item_size(dtype));
-  lanes.first_touch(context_.pool, item_size(dtype), kHostGrain);
-  for (int64_t open : open_lanes_) {
-    context_.kernels.widen(lane(open), lane_dtype_, deferred_count(),
-                           static_cast<float*>(lanes.data()) + open * deferred_count());
+  HostArray lanes = make_array(wanted * deferred_count(), item_size(dtype), locker());
+  for (const OpenLane& open : open_lanes_) {
+    context_.kernels.widen(lane(open.index), lane_dtype_, deferred_count(),
+                           static_cast<float*>(lanes.data()) + open.index * deferred_count());
   }
   lanes_ = std::move(lanes);
   open_lanes_.reserve(static_cast<size_t>(wanted));
-  open_folds_.reserve(static_cast<size_t>(wanted));
   lane_dtype_ = dtype;
   if (lane_count_ != wanted) next_lane_ = 0;
   lane_count_ = wanted;
@@ -99,12 +116,12 @@ std::vector<int32_t> Parameter::columns_without(const std::vector<int32_t>& sele
 }
 
 int64_t Parameter::live_staging_bytes(const TensorView& weight) const {
-  return split_ ? device_.width * item_size(dtype_) : weight.staging_bytes();
+  return split_ ? block_.width * item_size(dtype_) : weight.staging_bytes();
 }
 
 const void* Parameter::live_selected(const TensorView& weight, int64_t r, void* staging) const {
   if (!split_) return weight.row(r, staging);
-  weight.gather(r, device_index(), device_.width, staging);
+  weight.gather(r, block_index(), block_.width, staging);
   return staging;
 }
 
@@ -117,16 +134,16 @@ void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>*
   // Nothing has changed yet, and nothing throws from here on.
   arrays_ = std::move(arrays);
   slot_columns_ = std::move(deferred);
-  device_columns_ = std::move(columns);
-  if (!split_ || selection != nullptr) device_ = take_lent_block();
+  block_columns_ = std::move(columns);
+  if (!split_ || selection != nullptr) block_ = take_lent_block();
   has_selection_ = selection != nullptr;
-  std::fill_n(device_.exp_avg, shape_.rows * device_.width, 0.0f);
-  std::fill_n(device_.exp_avg_sq, shape_.rows * device_.width, 0.0f);
+  std::fill_n(block_.exp_avg, shape_.rows * block_.width, 0.0f);
+  std::fill_n(block_.exp_avg_sq, shape_.rows * block_.width, 0.0f);
   const ColumnState host = this->host();
   for_rows(context_.pool, shape_, [&](int64_t r) {
     Scratch staging(live_staging_bytes(weight));
-    context_.kernels.widen(live_selected(weight, r, staging.data()), dtype_, device_.width,
-                           device_.master + r * device_.width);
+    context_.kernels.widen(live_selected(weight, r, staging.data()), dtype_, block_.width,
+                           block_.master + r * block_.width);
     if (slots() == 0) return;
     weight.gather(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
     context_.kernels.widen(host_row(arrays_.last_written, r), dtype_, slots(), host.master + r * slots());
@@ -138,47 +155,56 @@ int64_t Parameter::select(const TensorView& weight, const std::vector<int32_t>& 
   std::vector<int32_t> before = this->selection(), leaving, joining;
   std::set_difference(before.begin(), before.end(), selection.begin(), selection.end(), std::back_inserter(leaving));
   std::set_difference(selection.begin(), selection.end(), before.begin(), before.end(), std::back_inserter(joining));
+  const int64_t stayed = static_cast<int64_t>(before.size() - leaving.size());
   if (has_selection_ && !lent_) {
-    hand_over(weight, leaving, joining);
+    hand_over(weight, std::move(leaving), std::move(joining));
   } else {
-    repartition(weight, selection);
+    device_.on_host(*this, weight, [&](const TensorView& view) {
+      adopt_edits(view);
+      repartition(view, selection);
+    });
   }
   has_selection_ = true;
-  return static_cast<int64_t>(before.size() - leaving.size());
+  return stayed;
 }
 
-// Swaps each leaving column with a joining one, so that every other column keeps its place.
-void Parameter::hand_over(const TensorView& weight, std::span<const int32_t> leaving,
-                          std::span<const int32_t> joining) {
+// Every other column keeps its place.
+void Parameter::hand_over(const TensorView& weight, std::vector<int32_t> leaving, std::vector<int32_t> joining) {
   if (leaving.empty()) return;
-  const int64_t count = static_cast<int64_t>(leaving.size());
   std::vector<int32_t> place(static_cast<size_t>(shape_.columns));
-  for (size_t i = 0; i < device_columns_.size(); ++i) place[device_columns_[i]] = static_cast<int32_t>(i);
+  for (size_t i = 0; i < block_columns_.size(); ++i) place[block_columns_[i]] = static_cast<int32_t>(i);
   for (size_t s = 0; s < slot_columns_.size(); ++s) place[slot_columns_[s]] = static_cast<int32_t>(s);
+  ColumnSwap swap{std::move(leaving), std::move(joining), {}, {}};
+  for (int32_t c : swap.leaving) swap.positions.push_back(place[c]);
+  for (int32_t c : swap.joining) swap.slots.push_back(place[c]);
 
-  const ColumnState host = this->host();
-  with_bits(dtype_, [&]<class Bits>() {
-    for_rows(context_.pool, shape_, [&](int64_t r) {
-      Scratch left(count * item_size(dtype_)), joined(count * item_size(dtype_)), masters(count * 4);
-      weight.gather(r, leaving.data(), count, left.data());
-      Bits* last = reinterpret_cast<Bits*>(host_row(arrays_.last_written, r));
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t position = r * device_.width + place[leaving[i]];
-        const int64_t slot = place[joining[i]];
-        std::swap(device_.master[position], host.master[r * host.width + slot]);
-        std::swap(device_.exp_avg[position], host.exp_avg[r * host.width + slot]);
-        std::swap(device_.exp_avg_sq[position], host.exp_avg_sq[r * host.width + slot]);
-        last[slot] = static_cast<const Bits*>(left.data())[i];
-        masters.floats()[i] = device_.master[position];
-      }
-      context_.kernels.round_to(masters.floats(), dtype_, count, joined.data());
-      weight.scatter(r, joining.data(), count, joined.data());
-    });
-  });
-  for (int64_t i = 0; i < count; ++i) {
-    device_columns_[place[leaving[i]]] = joining[i];
-    slot_columns_[place[joining[i]]] = leaving[i];
+  device_.swap_columns(*this, weight, swap);
+  for (size_t i = 0; i < swap.leaving.size(); ++i) {
+    block_columns_[swap.positions[i]] = swap.joining[i];
+    slot_columns_[swap.slots[i]] = swap.leaving[i];
   }
+  device_.forget(*this);
+}
+
+void Parameter::swap_row(const ColumnSwap& swap, const ColumnState& block, bool compact, int64_t r, const void* left,
+                         void* joined) {
+  const ColumnState host = this->host();
+  const int64_t count = swap.count(), block_row = r * block.width, host_row = r * host.width;
+  const auto position = [&](int64_t i) { return block_row + (compact ? i : swap.positions[i]); };
+  Scratch outgoing(count * 4), incoming(count * 4);
+  for (int64_t i = 0; i < count; ++i) outgoing.floats()[i] = block.master[position(i)];
+  adopt_run(context_.kernels, dtype_, left, count, outgoing.floats());
+  with_bits(dtype_, [&]<class Bits>() {
+    Bits* last = static_cast<Bits*>(arrays_.last_written.data()) + host_row;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = host_row + swap.slots[i];
+      incoming.floats()[i] = block.master[position(i)] = std::exchange(host.master[slot], outgoing.floats()[i]);
+      std::swap(block.exp_avg[position(i)], host.exp_avg[slot]);
+      std::swap(block.exp_avg_sq[position(i)], host.exp_avg_sq[slot]);
+      last[swap.slots[i]] = static_cast<const Bits*>(left)[i];
+    }
+  });
+  context_.kernels.round_to(incoming.floats(), dtype_, count, joined);
 }
 
 // Lays both sides out anew: the first selection, or one of another size.
@@ -187,25 +213,25 @@ void Parameter::repartition(const TensorView& weight, const std::vector<int32_t>
   std::vector<int32_t> columns = selection;
   HostArrays arrays = make_host_arrays(static_cast<int64_t>(deferred.size()));
   // Nothing has changed yet, and nothing throws from here on.
-  const ColumnState old_device = std::exchange(device_, take_lent_block()), old_host = host();
+  const ColumnState old_block = std::exchange(block_, take_lent_block()), old_host = host();
   const HostArrays old_arrays = std::exchange(arrays_, std::move(arrays));
-  const std::vector<int32_t> old_columns = std::exchange(device_columns_, std::move(columns));
+  const std::vector<int32_t> old_columns = std::exchange(block_columns_, std::move(columns));
   const std::vector<int32_t> old_slots = std::exchange(slot_columns_, std::move(deferred));
   lanes_ = HostArray();
   lane_count_ = 0;
 
   const ColumnState host = this->host();
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    Scratch full(shape_.columns * 4), settled(device_.width * item_size(dtype_));
+    Scratch full(shape_.columns * 4), settled(block_.width * item_size(dtype_));
     for (auto array : {&ColumnState::exp_avg, &ColumnState::exp_avg_sq, &ColumnState::master}) {
-      scatter_row(old_device.*array, old_device.width, r, old_columns, full.floats());
+      scatter_row(old_block.*array, old_block.width, r, old_columns, full.floats());
       scatter_row(old_host.*array, old_host.width, r, old_slots, full.floats());
-      gather_row(full.floats(), device_columns_, r, device_.*array, device_.width);
+      gather_row(full.floats(), block_columns_, r, block_.*array, block_.width);
       gather_row(full.floats(), slot_columns_, r, host.*array, host.width);
     }
     weight.gather(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
-    context_.kernels.round_to(device_.master + r * device_.width, dtype_, device_.width, settled.data());
-    weight.scatter(r, device_columns_.data(), device_.width, settled.data());
+    context_.kernels.round_to(block_.master + r * block_.width, dtype_, block_.width, settled.data());
+    weight.scatter(r, block_columns_.data(), block_.width, settled.data());
   });
 }
 

@@ -28,6 +28,8 @@
 
 namespace zenflow {
 
+class Device;
+
 struct Settings {
   bool mean = false;    // deferred_rule
   bool stream = false;  // host_buffer
@@ -89,11 +91,31 @@ struct HostArrays {
   HostArray sum;                          // fp32, "mean" while streaming or resumed within a window
 };
 
+// How one gradient is applied: the move of the selected columns, and where the deferred ones are collected.
+struct GradientStep {
+  Fold fold;
+  AdamStep move;
+  ColumnCorrections corrections;  // of the selected columns; empty: `move` holds for all
+  char* lane = nullptr;           // [rows, slots] of lane_dtype; nullptr: nothing is deferred
+};
+
+// Columns that change sides, in pairs: leaving[i] gives its position in the block to joining[i] and takes its slot.
+struct ColumnSwap {
+  std::vector<int32_t> leaving, joining, positions, slots;
+  int64_t count() const { return static_cast<int64_t>(leaving.size()); }
+};
+
 class Parameter {
  public:
-  // `step_count`, if not null, always holds steps(); it outlives the parameter.
-  Parameter(const Context& context, std::span<const int64_t> sizes, DType dtype, bool split, float* step_count);
+  // `device` holds weight, gradients and block. `step_count`, if not null, always holds steps(). Both outlive the
+  // parameter.
+  Parameter(const Context& context, Device& device, std::span<const int64_t> sizes, DType dtype, bool split,
+            float* step_count);
+  ~Parameter();
+  Parameter(const Parameter&) = delete;
+  Parameter& operator=(const Parameter&) = delete;
 
+  Device& device() const { return device_; }
   const Matrix& shape() const { return shape_; }
   DType dtype() const { return dtype_; }
   bool split() const { return split_; }
@@ -101,16 +123,29 @@ class Parameter {
   bool has_selection() const { return has_selection_; }
   bool in_flight() const { return in_flight_; }
   int64_t steps() const { return steps_; }
-  int64_t selected_width() const { return device_.width; }
+  int64_t slots() const { return static_cast<int64_t>(slot_columns_.size()); }
   int64_t deferred_count() const { return shape_.rows * slots(); }
   const Window& window() const { return window_; }
   std::vector<int32_t> selection() const;  // ascending
 
+  // For the device.
+  ColumnState& block() { return block_; }
+  std::optional<ColumnState>& lent_block() { return lent_; }
+  const std::vector<int32_t>& block_columns() const { return block_columns_; }  // of each position; empty: not split
+  const std::vector<int32_t>& slot_columns() const { return slot_columns_; }
+  const HostArrays& arrays() const { return arrays_; }
+  DType lane_dtype() const { return lane_dtype_; }
+  // Whether edits are found by comparing with what was last written, and nothing else needs a look.
+  bool shows_last_written() const { return !shows_settled_ && !imported_; }
+  // Swaps row r of a block whose positions are swap.positions, or 0, 1, ... if `compact`: `left` holds the leaving
+  // columns' live weights, `joined` gets the joining ones' settled masters.
+  void swap_row(const ColumnSwap& swap, const ColumnState& block, bool compact, int64_t r, const void* left,
+                void* joined);
+
   // Memory for the selected columns, taken over by the next initialise (not split), select or import. Its width is how
   // many columns the next selection takes; without a new block that stays as it is.
   void lend(const ColumnState& block) { lent_ = block; }
-  const void* block_in_use() const { return device_.master; }
-  int64_t next_width() const { return lent_ ? lent_->width : device_.width; }
+  int64_t next_width() const { return lent_ ? lent_->width : block_.width; }
 
   // Masters from the weight, moments zero; split by the selection, or for warm-up (null) with every column on the host.
   void initialise(const TensorView& weight, const std::vector<int32_t>* selection);
@@ -124,17 +159,21 @@ class Parameter {
   void adopt_deferred_edits(const TensorView& weight);
 
   // Hands columns over to a new selection; newly selected weights become their settled masters. Returns how many
-  // columns stayed selected. Needs an empty window and edits adopted. [idle]
+  // columns stayed selected. Needs an empty window and deferred edits adopted. [idle]
   int64_t select(const TensorView& weight, const std::vector<int32_t>& selection);
 
-  // One gradient: AdamW on the selected columns, the deferred ones packed into the next lane.
-  void apply_gradient(const TensorView& weight, const TensorView& gradient, const Hyper& hyper, double scale);
+  // Counts one gradient, whose deferred columns will be in the next lane. It is scaled by `scale`, and by `late` once
+  // that is known.
+  GradientStep receive(const Hyper& hyper, double scale, const float* late);
+  // AdamW on the selected columns; the deferred ones packed into the lane.
+  void apply(const TensorView& weight, const TensorView& gradient, const GradientStep& step);
 
   // The host work that is due after this step's gradient: of the whole window if it closes, of one lane if streaming.
   std::optional<HostJob> host_job(bool closes_window, double lookahead);
 
   // Writes the finished window's result into the deferred columns, edits excepted. [idle]
   void publish(const TensorView& weight);
+  void published();  // ... by the device
   // Shows settled masters in the deferred columns, for good (`last_written` follows) or until show_training. [idle]
   void write_settled(const TensorView& weight);
   void show_settled(const TensorView& weight);
@@ -147,9 +186,16 @@ class Parameter {
   int64_t host_bytes() const;
 
  private:
-  int64_t slots() const { return static_cast<int64_t>(slot_columns_.size()); }
+  struct OpenLane {
+    int64_t index;
+    Fold fold;
+    const float* late;
+  };
+
   ColumnState host() const;
-  const int32_t* device_index() const { return split_ ? device_columns_.data() : nullptr; }
+  const int32_t* block_index() const { return split_ ? block_columns_.data() : nullptr; }
+  PageLocker* locker() const;
+  HostArray make_array(int64_t elements, int64_t element_bytes, PageLocker* locker) const;
   char* host_row(const HostArray& array, int64_t r) const {
     return static_cast<char*>(array.data()) + r * slots() * item_size(dtype_);
   }
@@ -164,32 +210,33 @@ class Parameter {
   std::vector<int32_t> columns_without(const std::vector<int32_t>& selection) const;
   HostArrays make_host_arrays(int64_t slots) const;
   void repartition(const TensorView& weight, const std::vector<int32_t>& selection);
-  void hand_over(const TensorView& weight, std::span<const int32_t> leaving, std::span<const int32_t> joining);
+  void hand_over(const TensorView& weight, std::vector<int32_t> leaving, std::vector<int32_t> joining);
   void fold_open_lanes(int64_t r, float* exp_avg, float* exp_avg_sq, float* sum) const;
   void adopt_selected_edits(const TensorView& weight);
   void adopt_deferred_row(const TensorView& weight, int64_t r);
+  std::vector<LateLane> late_lanes() const;
   void update_selected(const TensorView& weight, const void* row, DType gradient, int64_t r, const Update& all) const;
   void update_flat(const TensorView& weight, const TensorView& gradient, const Update& all) const;
   void pack(const void* row, DType gradient, int64_t r, char* lane) const;
   ColumnCorrections column_corrections(const std::vector<int32_t>& columns, const Hyper& h, double lookahead) const;
 
   const Context& context_;
+  Device& device_;
   Matrix shape_;
   DType dtype_;
   bool split_;
   bool initialised_ = false, has_selection_ = false, in_flight_ = false, shows_settled_ = false;
   bool imported_ = false;  // until edits are looked for the first time
 
-  ColumnState device_;
+  ColumnState block_;
   std::optional<ColumnState> lent_;
-  std::vector<int32_t> device_columns_;  // column of each position in the block; empty if not split
-  std::vector<int32_t> slot_columns_;    // column of each slot
+  std::vector<int32_t> block_columns_;  // column of each position in the block; empty if not split
+  std::vector<int32_t> slot_columns_;   // column of each slot
   HostArrays arrays_;
   HostArray lanes_;  // [lane_count, rows, slots] of lane_dtype
   DType lane_dtype_ = DType::kFloat32;
   int64_t lane_count_ = 0, next_lane_ = 0;
-  std::vector<int64_t> open_lanes_;
-  std::vector<Fold> open_folds_;
+  std::vector<OpenLane> open_lanes_;
 
   int64_t steps_ = 0;
   float* step_count_;

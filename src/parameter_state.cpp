@@ -44,9 +44,9 @@ void Parameter::fold_open_lanes(int64_t r, float* exp_avg, float* exp_avg_sq, fl
   } else {
     std::fill_n(sum, slots(), 0.0f);
   }
-  std::vector<Lane> lanes;
-  for (size_t i = 0; i < open_lanes_.size(); ++i) {
-    lanes.push_back({lane(open_lanes_[i]) + offset * item_size(lane_dtype_), open_folds_[i]});
+  std::vector<Lane> lanes = known_lanes(late_lanes());
+  for (Lane& lane : lanes) {
+    lane.gradients = static_cast<const char*>(lane.gradients) + offset * item_size(lane_dtype_);
   }
   Update update{};
   update.exp_avg = exp_avg;
@@ -62,10 +62,10 @@ void Parameter::export_state(const FullState& full) const {
   const ColumnState host = this->host();
   const int64_t columns = shape_.columns;
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    const int64_t row = r * columns, device_row = r * device_.width;
-    spread(device_.exp_avg + device_row, device_columns_, device_.width, full.exp_avg + row);
-    spread(device_.exp_avg_sq + device_row, device_columns_, device_.width, full.exp_avg_sq + row);
-    spread(device_.master + device_row, device_columns_, device_.width, full.master + row);
+    const int64_t row = r * columns, block_row = r * block_.width;
+    spread(block_.exp_avg + block_row, block_columns_, block_.width, full.exp_avg + row);
+    spread(block_.exp_avg_sq + block_row, block_columns_, block_.width, full.exp_avg_sq + row);
+    spread(block_.master + block_row, block_columns_, block_.width, full.master + row);
     if (full.window_sum != nullptr) std::fill_n(full.window_sum + row, columns, 0.0f);
     if (slots() > 0) {
       Scratch exp_avg(slots() * 4), exp_avg_sq(slots() * 4), sum(slots() * 4);
@@ -76,19 +76,19 @@ void Parameter::export_state(const FullState& full) const {
       if (full.window_sum != nullptr) spread(sum.floats(), slot_columns_, slots(), full.window_sum + row);
     }
     with_bits(dtype_, [&]<class Bits>() {
-      Scratch settled(device_.width * item_size(dtype_));
-      context_.kernels.round_to(device_.master + device_row, dtype_, device_.width, settled.data());
+      Scratch settled(block_.width * item_size(dtype_));
+      context_.kernels.round_to(block_.master + block_row, dtype_, block_.width, settled.data());
       const HostArray& pending = in_flight_ ? arrays_.pending : arrays_.last_written;
       for (auto [tensor, array] :
            {std::pair{full.last_written, &arrays_.last_written}, std::pair{full.pending_output, &pending}}) {
         Bits* out = static_cast<Bits*>(tensor) + row;
-        spread(static_cast<const Bits*>(settled.data()), device_columns_, device_.width, out);
+        spread(static_cast<const Bits*>(settled.data()), block_columns_, block_.width, out);
         if (slots() > 0) spread(reinterpret_cast<const Bits*>(host_row(*array, r)), slot_columns_, slots(), out);
       }
     });
   });
   std::fill_n(full.selected, columns, !split_);
-  for (int32_t c : device_columns_) full.selected[c] = true;
+  for (int32_t c : block_columns_) full.selected[c] = true;
   if (full.column_steps != nullptr) {
     std::fill_n(full.column_steps, columns, static_cast<int32_t>(steps_));
     std::copy(column_steps_.begin(), column_steps_.end(), full.column_steps);
@@ -104,9 +104,9 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
     arrays.sum = HostArray(shape_.rows * static_cast<int64_t>(deferred.size()) * 4);
   }
   arrays_ = std::move(arrays);
-  device_columns_ = std::move(selected);
+  block_columns_ = std::move(selected);
   slot_columns_ = std::move(deferred);
-  device_ = take_lent_block();
+  block_ = take_lent_block();
   has_selection_ = split_ && clock.has_selection;
   set_steps(clock.steps);
   window_ = split_ ? clock.window : Window();
@@ -116,16 +116,15 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
   lanes_ = HostArray();
   lane_count_ = 0;
   open_lanes_.clear();
-  open_folds_.clear();
   column_steps_.clear();
   if (context_.settings.mean && split_) column_steps_.assign(full.column_steps, full.column_steps + columns);
 
   const ColumnState host = this->host();
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    const int64_t row = r * columns, device_row = r * device_.width, host_offset = r * slots();
-    collect(full.exp_avg + row, device_columns_, device_.width, device_.exp_avg + device_row);
-    collect(full.exp_avg_sq + row, device_columns_, device_.width, device_.exp_avg_sq + device_row);
-    collect(full.master + row, device_columns_, device_.width, device_.master + device_row);
+    const int64_t row = r * columns, block_row = r * block_.width, host_offset = r * slots();
+    collect(full.exp_avg + row, block_columns_, block_.width, block_.exp_avg + block_row);
+    collect(full.exp_avg_sq + row, block_columns_, block_.width, block_.exp_avg_sq + block_row);
+    collect(full.master + row, block_columns_, block_.width, block_.master + block_row);
     if (slots() == 0) return;
     collect(full.exp_avg + row, slot_columns_, slots(), host.exp_avg + host_offset);
     collect(full.exp_avg_sq + row, slot_columns_, slots(), host.exp_avg_sq + host_offset);

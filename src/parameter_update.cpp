@@ -18,18 +18,6 @@ void gather_run(DType dtype, const void* row, const std::vector<int32_t>& column
   });
 }
 
-// Where a selected weight is not what its master rounds to, somebody edited it: the live value becomes the master.
-void adopt_run(const Kernels& kernels, DType dtype, const void* live, int64_t count, float* master) {
-  Scratch expected(std::min(count, kRun) * item_size(dtype));
-  for (int64_t first = 0; first < count; first += kRun) {
-    const int64_t run = std::min(kRun, count - first);
-    const char* found = static_cast<const char*>(live) + first * item_size(dtype);
-    kernels.round_to(master + first, dtype, run, expected.data());
-    for_differences(dtype, found, expected.data(), run,
-                    [&](int64_t i) { master[first + i] = widen_element(dtype, found, i); });
-  }
-}
-
 Update shifted(Update u, int64_t elements) {
   u.master += elements;
   u.exp_avg += elements;
@@ -54,56 +42,65 @@ ColumnCorrections Parameter::column_corrections(const std::vector<int32_t>& colu
   return corrections;
 }
 
-void Parameter::apply_gradient(const TensorView& weight, const TensorView& gradient, const Hyper& hyper, double scale) {
+GradientStep Parameter::receive(const Hyper& hyper, double scale, const float* late) {
   set_steps(steps_ + 1);
+  GradientStep step{make_fold(hyper, scale),
+                    make_adam_step(hyper, hyper.lr, 1.0 - hyper.lr * hyper.weight_decay, steps_, 0.0),
+                    {},
+                    nullptr};
+  if (!column_steps_.empty()) {
+    for (int32_t c : block_columns_) ++column_steps_[static_cast<size_t>(c)];
+    step.corrections = column_corrections(block_columns_, hyper, 0.0);
+  }
+  if (deferred_count() == 0) return step;
+  step.lane = lane(next_lane_);
+  open_lanes_.push_back({next_lane_, step.fold, late});
+  next_lane_ = (next_lane_ + 1) % lane_count_;
+  window_.add(hyper);
+  return step;
+}
+
+void Parameter::apply(const TensorView& weight, const TensorView& gradient, const GradientStep& step) {
   if (shape_.count() == 0) return;
 
-  const Lane gradient_lane{nullptr, make_fold(hyper, scale)};
-  const AdamStep move = make_adam_step(hyper, hyper.lr, 1.0 - hyper.lr * hyper.weight_decay, steps_, 0.0);
-  Update update{
-      device_.master, device_.exp_avg, device_.exp_avg_sq, nullptr, &gradient_lane, 1, &move, nullptr, nullptr,
-      1.0f,           nullptr,         device_.width};
-  ColumnCorrections corrections;
-  ColumnSteps column_steps;
-  if (!column_steps_.empty()) {
-    for (int32_t c : device_columns_) ++column_steps_[static_cast<size_t>(c)];
-    corrections = column_corrections(device_columns_, hyper, 0.0);
-    column_steps = corrections.view();
-    update.columns = &column_steps;
-  }
-
+  const Lane gradient_lane{nullptr, step.fold};
+  const ColumnSteps column_steps = step.corrections.view();
+  const Update update{block_.master,
+                      block_.exp_avg,
+                      block_.exp_avg_sq,
+                      nullptr,
+                      &gradient_lane,
+                      1,
+                      &step.move,
+                      nullptr,
+                      nullptr,
+                      1.0f,
+                      step.corrections.empty() ? nullptr : &column_steps,
+                      block_.width};
   if (!split_ && weight.contiguous() && gradient.contiguous()) return update_flat(weight, gradient, update);
-
-  const bool packs = slots() > 0;
-  char* const lane_memory = packs ? lane(next_lane_) : nullptr;
   for_rows(context_.pool, shape_, [&](int64_t r) {
     Scratch staging(gradient.staging_bytes());
     const void* row = gradient.row(r, staging.data());
-    if (device_.width > 0) update_selected(weight, row, gradient.dtype(), r, update);
-    if (packs) pack(row, gradient.dtype(), r, lane_memory);
+    if (block_.width > 0) update_selected(weight, row, gradient.dtype(), r, update);
+    if (step.lane != nullptr) pack(row, gradient.dtype(), r, step.lane);
   });
-  if (!packs) return;
-  open_lanes_.push_back(next_lane_);
-  open_folds_.push_back(gradient_lane.fold);
-  next_lane_ = (next_lane_ + 1) % lane_count_;
-  window_.add(hyper);
 }
 
 // The selected columns of one row through contiguous runs, so that the kernel is the host update's own.
 void Parameter::update_selected(const TensorView& weight, const void* row, DType gradient, int64_t r,
                                 const Update& all) const {
-  const int64_t width = device_.width;
+  const int64_t width = block_.width;
   Scratch gradients(width * item_size(gradient)), weights(width * item_size(dtype_));
-  weight.gather(r, device_index(), width, weights.data());
+  weight.gather(r, block_index(), width, weights.data());
   Update u = shifted(all, r * width);
   adopt_run(context_.kernels, dtype_, weights.data(), width, u.master);
 
-  if (split_) gather_run(gradient, row, device_columns_, gradients.data());
+  if (split_) gather_run(gradient, row, block_columns_, gradients.data());
   const Lane lane{split_ ? gradients.data() : row, all.lanes->fold};
   u.lanes = &lane;
   u.written = weights.data();
   context_.kernels.update(u, gradient, dtype_, 0, width);
-  weight.scatter(r, device_index(), width, weights.data());
+  weight.scatter(r, block_index(), width, weights.data());
 }
 
 // A contiguous parameter that is not split, in place.
@@ -130,6 +127,13 @@ void Parameter::pack(const void* row, DType gradient, int64_t r, char* lane) con
   context_.kernels.widen(narrow.data(), gradient, slots(), reinterpret_cast<float*>(packed));
 }
 
+std::vector<LateLane> Parameter::late_lanes() const {
+  std::vector<LateLane> lanes;
+  lanes.reserve(open_lanes_.size());
+  for (const OpenLane& open : open_lanes_) lanes.push_back({{lane(open.index), open.fold}, open.late});
+  return lanes;
+}
+
 std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead) {
   closes_window = closes_window && window_.count > 0;
   if (!closes_window && (open_lanes_.empty() || !context_.settings.stream)) return std::nullopt;
@@ -141,14 +145,13 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
   job.exp_avg_sq = host.exp_avg_sq;
   job.sum = static_cast<float*>(arrays_.sum.data());
   job.written = arrays_.pending.data();
-  for (size_t i = 0; i < open_lanes_.size(); ++i) job.lanes.push_back({lane(open_lanes_[i]), open_folds_[i]});
+  job.lanes = late_lanes();
   job.lane_dtype = lane_dtype_;
   job.written_dtype = dtype_;
   job.rows = shape_.rows;
   job.slots = slots();
   job.mean = context_.settings.mean && has_selection_;  // warm-up is plain AdamW under either rule
   open_lanes_.clear();
-  open_folds_.clear();
   if (!closes_window) return job;
 
   const Window window = std::exchange(window_, {});
@@ -168,10 +171,10 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
 }
 
 void Parameter::adopt_selected_edits(const TensorView& weight) {
-  for_rows(context_.pool, {shape_.rows, device_.width}, [&](int64_t r) {
+  for_rows(context_.pool, {shape_.rows, block_.width}, [&](int64_t r) {
     Scratch staging(live_staging_bytes(weight));
     const void* live = live_selected(weight, r, staging.data());
-    adopt_run(context_.kernels, dtype_, live, device_.width, device_.master + r * device_.width);
+    adopt_run(context_.kernels, dtype_, live, block_.width, block_.master + r * block_.width);
   });
 }
 
@@ -206,10 +209,13 @@ void Parameter::adopt_edits(const TensorView& weight) {
 void Parameter::publish(const TensorView& weight) {
   for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
     adopt_deferred_row(weight, r);
-    const char* pending = host_row(arrays_.pending, r);
-    weight.scatter(r, slot_columns_.data(), slots(), pending);
-    std::memcpy(host_row(arrays_.last_written, r), pending, static_cast<size_t>(slots() * item_size(dtype_)));
+    weight.scatter(r, slot_columns_.data(), slots(), host_row(arrays_.pending, r));
   });
+  published();
+}
+
+void Parameter::published() {
+  std::swap(arrays_.last_written, arrays_.pending);
   in_flight_ = false;
 }
 

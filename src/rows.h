@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dtype.h"
+#include "kernels.h"
 #include "scratch.h"
 #include "tensor_view.h"
 #include "thread_pool.h"
@@ -77,6 +78,18 @@ void for_differences(DType dtype, const void* a, const void* b, int64_t count, E
 
 inline float widen_element(DType dtype, const void* array, int64_t i) {
   return with_dtype(dtype, [&]<DType D>() { return widen<D>(static_cast<const typename BitsOf<D>::type*>(array)[i]); });
+}
+
+// Where a selected weight is not what its master rounds to, somebody edited it: the live value becomes the master.
+inline void adopt_run(const Kernels& kernels, DType dtype, const void* live, int64_t count, float* master) {
+  Scratch expected(std::min(count, kRun) * item_size(dtype));
+  for (int64_t first = 0; first < count; first += kRun) {
+    const int64_t run = std::min(kRun, count - first);
+    const char* found = static_cast<const char*>(live) + first * item_size(dtype);
+    kernels.round_to(master + first, dtype, run, expected.data());
+    for_differences(dtype, found, expected.data(), run,
+                    [&](int64_t i) { master[first + i] = widen_element(dtype, found, i); });
+  }
 }
 
 }  // namespace zenflow

@@ -9,7 +9,9 @@ Every parameter is a matrix [rows, columns] here. An update that is "in flight" 
 waits for the step at which it may be seen.
 """
 
+import functools
 import math
+import operator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -80,6 +82,19 @@ def column_norms(gradient):
             partial = fma(row, row, partial)
         total = total + partial
     return total
+
+
+def squared_norm(gradient):
+    """A gradient's squared norm in double: 256 interleaved sums of its columns', then their sum."""
+    sums = [0.0] * 256
+    for j, norm in enumerate(column_norms(as_matrix(gradient).float()).tolist()):
+        sums[j % 256] += norm
+    return added(sums)
+
+
+def added(numbers):
+    """Their sum, one after the other; the sum() of newer Pythons compensates its errors."""
+    return functools.reduce(operator.add, numbers, 0.0)
 
 
 def largest(norms, ratio):
@@ -316,10 +331,7 @@ class ReferenceZenFlow:
         found = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None and p.numel()]
         coefficient = 1.0
         if self.max_grad_norm is not None:
-            total = 0.0
-            for p, _ in found:
-                for norm in column_norms(as_matrix(p.grad).float()).tolist():
-                    total += norm
+            total = added(squared_norm(p.grad) for p, _ in found)
             if math.isfinite(total):
                 coefficient = min(1.0, self.max_grad_norm / (math.sqrt(total) + 1e-6))
         gradients = {}

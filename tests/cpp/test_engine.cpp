@@ -56,7 +56,7 @@ struct InFlight {
   }
   Operand weight() {
     Operand o;
-    o.parameter = index;
+    o.parameter = &engine.parameter(index);
     o.weight = engine.view(index, weights.data(), std::nullopt, {});
     return o;
   }
@@ -99,10 +99,11 @@ TEST(a_streaming_lane_is_written_again_only_when_the_host_has_read_it) {
     InFlight run({.stream = true, .update_interval = 100});
     std::vector<float> weights(kSmall), block(3 * kSide), gradient(kSmall);
     Operand o;
-    o.parameter = run.engine.add({kSide, kSide}, DType::kFloat32, true);
-    run.engine.parameter(o.parameter).lend({&block[0], &block[kSide], &block[2 * kSide], 1});
-    o.weight = run.engine.view(o.parameter, weights.data(), std::nullopt, {});
-    o.gradient = run.engine.view(o.parameter, gradient.data(), std::nullopt, {});
+    const int64_t index = run.engine.add({kSide, kSide}, DType::kFloat32, true);
+    o.parameter = &run.engine.parameter(index);
+    o.parameter->lend({&block[0], &block[kSide], &block[2 * kSide], 1});
+    o.weight = run.engine.view(index, weights.data(), std::nullopt, {});
+    o.gradient = run.engine.view(index, gradient.data(), std::nullopt, {});
     o.hyper = kHyper;
     float m = 0, v = 0;
     for (int step = 0; step < 5; ++step) {
@@ -113,8 +114,8 @@ TEST(a_streaming_lane_is_written_again_only_when_the_host_has_read_it) {
     }
     std::vector<float> exp_avg(kSmall), exp_avg_sq(kSmall), master(kSmall), written(kSmall);
     bool selected[kSide];
-    run.engine.export_state(o.parameter, {exp_avg.data(), exp_avg_sq.data(), master.data(), written.data(),
-                                          written.data(), selected, nullptr, nullptr});
+    run.engine.export_state(index, {exp_avg.data(), exp_avg_sq.data(), master.data(), written.data(), written.data(),
+                                    selected, nullptr, nullptr});
     CHECK(exp_avg == std::vector<float>(kSmall, m));
     CHECK(exp_avg_sq == std::vector<float>(kSmall, v));
   }

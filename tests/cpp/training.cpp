@@ -218,7 +218,7 @@ std::vector<Operand> Training::operands() {
   for (Tensor& t : tensors_) {
     if (t.index < 0) continue;
     Operand& o = all.emplace_back();
-    o.parameter = t.index;
+    o.parameter = &engine_->parameter(t.index);
     o.weight = engine_->view(t.index, t.weights.data(), std::nullopt, t.strides);
     o.suspect = t.suspect;
     o.maximize = t.maximize;
@@ -306,7 +306,7 @@ void Training::step(const Event& event) {
     if (event.dtypes[i] < 0) continue;
     const std::vector<int64_t> strides =
         event.transposed ? transposed_strides(tensors_[i].sizes) : std::vector<int64_t>();
-    o.gradient = engine_->view(o.parameter, gradients[i].data(), static_cast<DType>(event.dtypes[i]), strides);
+    o.gradient = engine_->view(tensors_[i].index, gradients[i].data(), static_cast<DType>(event.dtypes[i]), strides);
   }
   const FlushDenormals mode(variant_.flushes_denormals);
   engine_->commit(all, plan);
