@@ -1,28 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-// Squared norms of a gradient's columns on the device, with the bits that docs/arithmetic.md prescribes and
-// the host path computes.
+// Squared norms of gradients' columns on the device, with the bits that docs/arithmetic.md prescribes and the host path
+// computes, and what follows from them: the global norm and the clipping coefficient. Everything is in device memory
+// and queued on `stream` without waiting; nothing overlaps. Throws if a launch fails.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "cuda/stream.h"
 #include "dtype.h"
 
 namespace zenflow {
 
-// A matrix in device memory. Element (i, j) is at data + i * row_stride + j, in elements of its dtype.
-struct DeviceMatrix {
-  const void* data;
+struct NormTask {
+  const void* gradient;  // [rows, columns], contiguous
   DType dtype;
-  int64_t rows, columns, row_stride;
+  int64_t rows, columns;
+  float* norms;  // [columns]
 };
 
-// Floats that column_norms needs as scratch: one per column and block of 128 rows.
-int64_t column_norms_scratch(int64_t rows, int64_t columns);
+// Floats that column_norms needs as scratch: one per column and block of 128 rows, for tasks of more than one block.
+int64_t column_norms_scratch(const std::vector<NormTask>& tasks);
 
-// norms[j] = sum over i of gradient[i, j]^2; norms is [columns], scratch as above, both in device memory, no
-// two buffers overlapping. Queued on `stream`, without waiting for it. No columns: nothing is done; no rows:
-// zeros. Throws if a launch fails.
-void column_norms(const DeviceMatrix& gradient, float* scratch, float* norms, Stream stream);
+// norms[j] = sum over i of gradient[i, j]^2. No columns: nothing is done; no rows: zeros.
+void column_norms(const std::vector<NormTask>& tasks, float* scratch, Stream stream);
+
+// squared[t] = the norms of task t, added in double: column j into partial sum j mod 256, columns ascending, each from
+// 0; then the 256 partial sums in order, from 0. `squared` is [tasks].
+void squared_norms(const std::vector<NormTask>& tasks, double* squared, Stream stream);
+
+// norm = sqrt(squared[0] + squared[1] + ...), added in order from 0; coefficient = min(1, max_norm / (norm + 1e-6)) in
+// double, rounded to fp32; 1 if norm is not finite. One element each.
+void clip_coefficient(const double* squared, int64_t count, double max_norm, double* norm, float* coefficient,
+                      Stream stream);
 
 }  // namespace zenflow

@@ -6,7 +6,12 @@
 
 #include "cuda/column_norms.h"
 #include "cuda/cuda_info.h"
+#include "cuda/edits.h"
+#include "cuda/scatter.h"
+#include "cuda/selective_adam.h"
+#include "cuda/slot_map.h"
 #include "cuda/stream.h"
+#include "cuda/top_k.h"
 
 namespace zenflow {
 namespace {
@@ -23,12 +28,60 @@ void Stream::synchronize() const {
   refuse("Stream::synchronize");
 }
 
-int64_t column_norms_scratch(int64_t, int64_t) {
+int64_t column_norms_scratch(const std::vector<NormTask>&) {
   refuse("column_norms");
 }
 
-void column_norms(const DeviceMatrix&, float*, float*, Stream) {
+void column_norms(const std::vector<NormTask>&, float*, Stream) {
   refuse("column_norms");
+}
+
+void squared_norms(const std::vector<NormTask>&, double*, Stream) {
+  refuse("squared_norms");
+}
+
+void clip_coefficient(const double*, int64_t, double, double*, float*, Stream) {
+  refuse("clip_coefficient");
+}
+
+void top_k(const std::vector<TopKTask>&, Stream) {
+  refuse("top_k");
+}
+
+void build_place(const int32_t*, int64_t, const int32_t*, int64_t, int32_t*, Stream) {
+  refuse("build_place");
+}
+
+void selective_adam(const SelectivePass&, Stream) {
+  refuse("selective_adam");
+}
+
+void unpack(const SelectivePass&, void*, Stream) {
+  refuse("unpack");
+}
+
+void adam(const std::vector<AdamTask>&, const float*, Stream) {
+  refuse("adam");
+}
+
+void scatter(const ScatterPass&, Stream) {
+  refuse("scatter");
+}
+
+void gather_columns(const void*, int64_t, int64_t, int64_t, const int32_t*, int64_t, void*, Stream) {
+  refuse("gather_columns");
+}
+
+void scatter_columns(void*, int64_t, int64_t, int64_t, const int32_t*, int64_t, const void*, Stream) {
+  refuse("scatter_columns");
+}
+
+void column_checksums(const void*, DType, int64_t, int64_t, const int32_t*, int64_t, uint64_t*, Stream) {
+  refuse("column_checksums");
+}
+
+void adopt_edits(const EditSearch&, Stream) {
+  refuse("adopt_edits");
 }
 
 CudaInfo cuda_info() {

@@ -20,7 +20,8 @@ core=(src/*.h src/*.cpp)
 [ ${#core[@]} -gt 0 ] || { echo "layers: no sources under $PWD/src" >&2; exit 1; }
 for i in "${!core[@]}"; do [ "${core[$i]}" != src/bindings.cpp ] || unset "core[$i]"; done
 device=(cuda/*.h cuda/*.cu cuda/*.cpp)
-device_headers=(cuda/cuda_info.h cuda/stream.h cuda/column_norms.h)
+device_headers=(cuda/cuda_info.h cuda/stream.h cuda/column_norms.h cuda/edits.h cuda/scatter.h cuda/selective_adam.h
+  cuda/slot_map.h cuda/top_k.h)
 every=(src/*.h src/*.cpp "${device[@]}" tests/cpp/*.h tests/cpp/*.cpp)
 per_isa=(src/kernels_*.cpp src/simd_*.h src/kernels_body.h)
 
