@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// CudaDevice: the class behind make_cuda_device. What a step does is in device.cpp, what is rare in device_rare.cpp.
+//
+// Three streams. The caller's does everything that reads or writes gradients, blocks and, but for publication, weights;
+// Staging's takes packed gradients to the host; `up_` brings finished weights and scatters them. Each wait between them
+// stands where the need arises, with the buffer that it protects; one that another implies is left out.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "cuda/column_norms.h"
+#include "cuda/device.h"
+#include "cuda/event.h"
+#include "cuda/selective_adam.h"
+#include "cuda/staging.h"
+#include "cuda/stream.h"
+
+namespace zenflow {
+
+class CudaDevice : public Device, private PageLocker {
+ public:
+  CudaDevice(int ordinal, std::unique_ptr<DeviceMemory> memory, const Context& context, const TransferSizes& sizes);
+  ~CudaDevice() override;
+
+  void use_stream(uintptr_t stream) override;
+  void on_host(Parameter& parameter, const TensorView& weight, FunctionRef<void(const TensorView&)> work) override;
+  void measure(std::span<const Operand* const> operands) override;
+  std::vector<double> squared_norms() override;
+  std::optional<Coefficient> clip(double max_norm) override;
+  std::optional<double> late_norm() override;
+  std::vector<std::vector<int32_t>> top_k(std::span<const size_t> which, std::span<const int64_t> widths) override;
+  void apply(std::span<const ReceivedGradient> gradients) override;
+  void swap_columns(Parameter& parameter, const TensorView& weight, const ColumnSwap& swap) override;
+  void columns_moved(Parameter& parameter, const TensorView& weight) override;
+  void adopt_deferred_edits(std::span<const Operand* const> operands) override;
+  void publish(std::span<const Operand* const> operands) override;
+  std::function<void()> arrival() override;
+  void wait() override;
+  PageLocker* page_locker() override { return this; }
+  bool refuses_page_locks() const override { return refuses_page_locks_; }
+  void forget(const Parameter& parameter) override;
+
+ private:
+  // Device memory that is kept, and replaced by more when more is needed.
+  struct Buffer {
+    void* data = nullptr;
+    int64_t bytes = 0;
+  };
+  // Where a split parameter's columns are.
+  struct ColumnMap {
+    Buffer memory;
+    int32_t* of_slots = nullptr;    // [slots]
+    int32_t* of_block = nullptr;    // [width]
+    int32_t* place = nullptr;       // [columns]
+    uint64_t* checksums = nullptr;  // [slots], of the bits last written
+    uint64_t* found = nullptr;      // [slots], working memory
+  };
+  // What a step's clipping leaves for the host, in page-locked memory where that is granted.
+  struct Clipped {
+    double norm;
+    float coefficient;
+  };
+  // The host's copy of a block while on_host() runs.
+  class HostBlock;
+
+  void* lock(void* data, int64_t bytes) override;
+  void unlock(void* data) noexcept override;
+
+  cudaStream_t compute() const { return compute_.handle(); }
+  template <class T>
+  T* grown(Buffer& buffer, int64_t count);
+  void release(Buffer& buffer) noexcept;
+  void copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind);
+  void finish_compute();
+
+  void apply_split(const ReceivedGradient& received);
+  SelectivePass selective_pass(const ReceivedGradient& received);
+  AdamTask whole_task(const ReceivedGradient& received) const;
+  void publish(const Operand& operand);
+  void update_map(const Parameter& parameter, const TensorView& weight);
+
+  const int ordinal_;
+  const std::unique_ptr<DeviceMemory> memory_;
+  const Context& context_;
+  const TransferSizes sizes_;
+  const int process_;
+  Stream compute_;
+  cudaStream_t up_ = nullptr;
+  Staging staging_;
+  Event queued_, published_, norm_known_;
+  std::map<const Parameter*, ColumnMap> maps_;
+  bool refuses_page_locks_ = false;
+  bool wrote_host_ = false;  // kernels that write host arrays are queued, and no wait of Staging's covers them yet
+
+  std::vector<NormTask> measured_;
+  Buffer norms_, norm_scratch_, squared_, clipped_, selected_, corrections_, upload_;
+  HostArray clips_;  // Clipped of each step whose lanes may still wait for their job
+  int64_t clip_count_ = 0;
+  bool norm_asked_ = true;
+};
+
+}  // namespace zenflow

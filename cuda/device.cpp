@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a step does on a GPU: norms and selection, the pass over the gradients, edits, publication.
+#include "cuda/device.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "cuda/cuda_device.h"
+#include "cuda/edits.h"
+#include "cuda/scatter.h"
+#include "cuda/top_k.h"
+
+namespace zenflow {
+
+std::unique_ptr<Device> make_cuda_device(int ordinal, std::unique_ptr<DeviceMemory> memory, const Context& context,
+                                         const TransferSizes& sizes) {
+  const DeviceScope scope(ordinal);
+  return std::make_unique<CudaDevice>(ordinal, std::move(memory), context, sizes);
+}
+
+void CudaDevice::measure(std::span<const Operand* const> operands) {
+  const DeviceScope scope(ordinal_);
+  int64_t columns = 0;
+  for (const Operand* o : operands) columns += o->parameter->shape().columns;
+  float* norms = grown<float>(norms_, columns);
+  measured_.clear();
+  for (const Operand* o : operands) {
+    const Matrix shape = o->parameter->shape();
+    measured_.push_back({o->gradient.at(0), o->gradient.dtype(), shape.rows, shape.columns, norms});
+    norms += shape.columns;
+  }
+  column_norms(measured_, grown<float>(norm_scratch_, column_norms_scratch(measured_)), compute_);
+}
+
+std::vector<double> CudaDevice::squared_norms() {
+  const DeviceScope scope(ordinal_);
+  std::vector<double> squared(measured_.size());
+  double* const device = grown<double>(squared_, static_cast<int64_t>(squared.size()));
+  zenflow::squared_norms(measured_, device, compute_);
+  copy(squared.data(), device, static_cast<int64_t>(squared.size() * sizeof(double)), cudaMemcpyDeviceToHost);
+  finish_compute();
+  return squared;
+}
+
+std::optional<Coefficient> CudaDevice::clip(double max_norm) {
+  const DeviceScope scope(ordinal_);
+  const auto count = static_cast<int64_t>(measured_.size());
+  double* const squared = grown<double>(squared_, count);
+  zenflow::squared_norms(measured_, squared, compute_);
+  auto* const clipped = grown<Clipped>(clipped_, 1);
+  clip_coefficient(squared, count, max_norm, &clipped->norm, &clipped->coefficient, compute_);
+
+  const int64_t kept = clips_.bytes() / static_cast<int64_t>(sizeof(Clipped));
+  Clipped* const known = static_cast<Clipped*>(clips_.data()) + clip_count_++ % kept;
+  copy(known, clipped, sizeof(Clipped), cudaMemcpyDeviceToHost);
+  ZENFLOW_CUDA_CHECK(cudaEventRecord(norm_known_.handle(), compute()));
+  norm_asked_ = false;
+  return Coefficient{1.0, &known->coefficient};
+}
+
+std::optional<double> CudaDevice::late_norm() {
+  if (std::exchange(norm_asked_, true)) return std::nullopt;
+  // The clips: the last step's copy must be in. A step old, it is.
+  ZENFLOW_CUDA_CHECK(cudaEventSynchronize(norm_known_.handle()));
+  const int64_t kept = clips_.bytes() / static_cast<int64_t>(sizeof(Clipped));
+  return static_cast<const Clipped*>(clips_.data())[(clip_count_ - 1) % kept].norm;
+}
+
+std::vector<std::vector<int32_t>> CudaDevice::top_k(std::span<const size_t> which, std::span<const int64_t> widths) {
+  const DeviceScope scope(ordinal_);
+  int64_t total = 0;
+  for (int64_t width : widths) total += width;
+  int32_t* const selected = grown<int32_t>(selected_, total);
+  std::vector<TopKTask> tasks;
+  std::vector<std::vector<int32_t>> selections;
+  int32_t* next = selected;
+  for (size_t i = 0; i < which.size(); ++i) {
+    tasks.push_back({measured_[which[i]].norms, measured_[which[i]].columns, widths[i], next});
+    next += widths[i];
+  }
+  zenflow::top_k(tasks, compute_);
+  std::vector<int32_t> all(static_cast<size_t>(total));
+  copy(all.data(), selected, total * 4, cudaMemcpyDeviceToHost);
+  finish_compute();
+  auto first = all.begin();
+  for (int64_t width : widths) selections.emplace_back(first, first + width), first += width;
+  return selections;
+}
+
+void CudaDevice::apply(std::span<const ReceivedGradient> gradients) {
+  const DeviceScope scope(ordinal_);
+  int64_t packed = 0;
+  for (const ReceivedGradient& g : gradients) {
+    const Parameter& p = *g.operand->parameter;
+    packed += p.deferred_count() * item_size(p.lane_dtype());
+  }
+  staging_.begin(compute(), packed);
+  std::vector<AdamTask> whole;
+  const float* coefficient = nullptr;
+  for (const ReceivedGradient& g : gradients) {
+    if (g.step.late != nullptr) coefficient = &static_cast<const Clipped*>(clipped_.data)->coefficient;
+    if (g.operand->parameter->split()) {
+      apply_split(g);
+    } else {
+      whole.push_back(whole_task(g));
+    }
+  }
+  adam(whole, coefficient, compute_);
+  if (packed > 0) wrote_host_ = false;  // the last chunk's wait covers all that was queued before
+  staging_.end();
+}
+
+AdamTask CudaDevice::whole_task(const ReceivedGradient& g) const {
+  const Operand& o = *g.operand;
+  Parameter& p = *o.parameter;
+  const ColumnState& block = p.block();
+  return {o.gradient.at(0),      o.gradient.dtype(), o.weight.at(0), p.dtype(),     p.shape().rows,
+          p.shape().columns,     p.shape().columns,  nullptr,        block.master,  block.exp_avg,
+          block.exp_avg_sq,      g.step.fold,        g.step.move,    nullptr,       nullptr};
+}
+
+SelectivePass CudaDevice::selective_pass(const ReceivedGradient& g) {
+  const Operand& o = *g.operand;
+  Parameter& p = *o.parameter;
+  const ColumnState& block = p.block();
+  SelectivePass pass{};
+  pass.gradient = o.gradient.at(0);
+  pass.gradient_dtype = o.gradient.dtype();
+  pass.rows = p.shape().rows;
+  pass.columns = p.shape().columns;
+  pass.place = maps_.at(&p).place;
+  pass.packed_dtype = p.lane_dtype();
+  pass.slots = p.slots();
+  pass.weight = o.weight.at(0);
+  pass.weight_dtype = p.dtype();
+  pass.master = block.master;
+  pass.exp_avg = block.exp_avg;
+  pass.exp_avg_sq = block.exp_avg_sq;
+  pass.width = block.width;
+  pass.fold = g.step.fold;
+  pass.move = g.step.move;
+  if (g.step.late != nullptr) pass.coefficient = &static_cast<const Clipped*>(clipped_.data)->coefficient;
+  if (!g.step.corrections.empty()) {
+    float* const steps = grown<float>(corrections_, 2 * block.width);
+    copy(steps, g.step.corrections.step.data(), block.width * 4, cudaMemcpyHostToDevice);
+    copy(steps + block.width, g.step.corrections.root.data(), block.width * 4, cudaMemcpyHostToDevice);
+    pass.column_step = steps;
+    pass.column_root = steps + block.width;
+  }
+  return pass;
+}
+
+// Rows by rows, as much as a chunk holds.
+void CudaDevice::apply_split(const ReceivedGradient& g) {
+  const Parameter& p = *g.operand->parameter;
+  const Matrix shape = p.shape();
+  if (shape.count() == 0) return;
+  const SelectivePass all = selective_pass(g);
+  const int64_t row_bytes = p.slots() * item_size(p.lane_dtype());
+  const int64_t most = row_bytes == 0 ? shape.rows : std::max<int64_t>(1, sizes_.chunk_bytes / row_bytes);
+  for (int64_t first = 0; first < shape.rows; first += most) {
+    SelectivePass pass = all;
+    pass.rows = std::min(most, shape.rows - first);
+    const int64_t offset = first * shape.columns, block_offset = first * all.width;
+    pass.gradient = static_cast<const char*>(all.gradient) + offset * item_size(all.gradient_dtype);
+    pass.weight = static_cast<char*>(all.weight) + offset * item_size(all.weight_dtype);
+    pass.master += block_offset;
+    pass.exp_avg += block_offset;
+    pass.exp_avg_sq += block_offset;
+    if (row_bytes > 0) pass.packed = staging_.take(g.step.lane + first * row_bytes, pass.rows * row_bytes);
+    selective_adam(pass, compute_);
+  }
+}
+
+void CudaDevice::adopt_deferred_edits(std::span<const Operand* const> operands) {
+  const DeviceScope scope(ordinal_);
+  for (const Operand* o : operands) {
+    Parameter& p = *o->parameter;
+    if (p.deferred_count() == 0) continue;
+    const HostArrays& arrays = p.arrays();
+    const bool reachable = arrays.master.device_address() != nullptr && arrays.pending.device_address() != nullptr &&
+                           arrays.last_written.device_address() != nullptr;
+    if (!reachable || !p.shows_last_written()) {
+      on_host(p, o->weight, [&](const TensorView& weight) { p.adopt_deferred_edits(weight); });
+      continue;
+    }
+    const ColumnMap& map = maps_.at(&p);
+    adopt_edits({o->weight.at(0), p.dtype(), p.shape().rows, p.shape().columns, map.of_slots, map.place, p.slots(),
+                 map.checksums, map.found, arrays.last_written.device_address(), arrays.pending.device_address(),
+                 static_cast<float*>(arrays.master.device_address())},
+                compute_);
+    wrote_host_ = true;
+  }
+}
+
+void CudaDevice::publish(std::span<const Operand* const> operands) {
+  const DeviceScope scope(ordinal_);
+  adopt_deferred_edits(operands);
+  ZENFLOW_CUDA_CHECK(cudaEventRecord(queued_.handle(), compute()));
+  // The weights, whose last use the caller's stream must have behind it, and `pending`, into which edits were written.
+  ZENFLOW_CUDA_CHECK(cudaStreamWaitEvent(up_, queued_.handle(), 0));
+  for (const Operand* o : operands) publish(*o);
+  ZENFLOW_CUDA_CHECK(cudaEventRecord(published_.handle(), up_));
+  // The weights: the caller goes on with what was published.
+  ZENFLOW_CUDA_CHECK(cudaStreamWaitEvent(compute(), published_.handle(), 0));
+}
+
+// Chunk after chunk on one stream, through one piece of memory: a copy is two orders slower than its scatter.
+void CudaDevice::publish(const Operand& o) {
+  Parameter& p = *o.parameter;
+  const Matrix shape = p.shape();
+  const int64_t row_bytes = p.slots() * item_size(p.dtype());
+  if (shape.rows * row_bytes > 0) {
+    const ColumnMap& map = maps_.at(&p);
+    const int64_t most = std::max<int64_t>(1, sizes_.chunk_bytes / row_bytes);
+    void* const chunk = grown<char>(upload_, std::max(sizes_.chunk_bytes, row_bytes));
+    ZENFLOW_CUDA_CHECK(cudaMemsetAsync(map.checksums, 0, static_cast<size_t>(p.slots()) * sizeof(uint64_t), up_));
+    for (int64_t first = 0; first < shape.rows; first += most) {
+      const int64_t rows = std::min(most, shape.rows - first);
+      const char* const pending = static_cast<const char*>(p.arrays().pending.data()) + first * row_bytes;
+      ZENFLOW_CUDA_CHECK(
+          cudaMemcpyAsync(chunk, pending, static_cast<size_t>(rows * row_bytes), cudaMemcpyHostToDevice, up_));
+      scatter({chunk, o.weight.at(0), p.dtype(), first, rows, shape.columns, map.place, p.slots(), map.checksums},
+              Stream(up_));
+    }
+  }
+  p.published();
+}
+
+std::function<void()> CudaDevice::arrival() {
+  const DeviceScope scope(ordinal_);
+  if (std::exchange(wrote_host_, false)) {
+    ZENFLOW_CUDA_CHECK(cudaEventRecord(queued_.handle(), compute()));
+    // Host arrays into which the caller's stream writes edits: the job reads them.
+    ZENFLOW_CUDA_CHECK(cudaStreamWaitEvent(staging_.stream(), queued_.handle(), 0));
+  }
+  const auto arrived = std::make_shared<Event>();
+  ZENFLOW_CUDA_CHECK(cudaEventRecord(arrived->handle(), staging_.stream()));
+  return [arrived] {
+    // The job's lanes, and what else it reads of what the device writes.
+    ZENFLOW_CUDA_CHECK(cudaEventSynchronize(arrived->handle()));
+  };
+}
+
+}  // namespace zenflow

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a GPU does rarely: host work on a copy of a parameter, hand-over, and its own housekeeping. These wait.
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cuda/cuda_device.h"
+#include "cuda/edits.h"
+#include "cuda/scatter.h"
+#include "cuda/slot_map.h"
+#include "rows.h"
+
+namespace zenflow {
+
+CudaDevice::CudaDevice(int ordinal, std::unique_ptr<DeviceMemory> memory, const Context& context,
+                       const TransferSizes& sizes)
+    : ordinal_(ordinal),
+      memory_(std::move(memory)),
+      context_(context),
+      sizes_(sizes),
+      process_(getpid()),
+      compute_(Stream::from_handle(0)),
+      staging_(*memory_, sizes.chunk_bytes, static_cast<size_t>(sizes.chunks)) {
+  ZENFLOW_CUDA_CHECK(cudaStreamCreateWithFlags(&up_, cudaStreamNonBlocking));
+  const int64_t waiting = context.settings.update_interval + context.settings.update_delay;
+  clips_ = HostArray((waiting + 1) * static_cast<int64_t>(sizeof(Clipped)), this);
+  clips_.page_lock();
+}
+
+CudaDevice::~CudaDevice() {
+  for (auto& [parameter, map] : maps_) release(map.memory);
+  for (Buffer* b : {&norms_, &norm_scratch_, &squared_, &clipped_, &selected_, &corrections_, &upload_}) release(*b);
+  (void)cudaStreamDestroy(up_);
+}
+
+void CudaDevice::use_stream(uintptr_t stream) {
+  if (getpid() != process_) {
+    throw std::runtime_error(
+        "zenflow: this optimizer's parameters are on a GPU, which a forked process cannot use: make the optimizer in "
+        "the process that trains, or start that with the \"spawn\" method");
+  }
+  compute_ = Stream::from_handle(stream);
+}
+
+template <class T>
+T* CudaDevice::grown(Buffer& buffer, int64_t count) {
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  if (buffer.bytes < bytes) {
+    release(buffer);
+    buffer.data = memory_->allocate(bytes);
+    buffer.bytes = bytes;
+  }
+  return static_cast<T*>(buffer.data);
+}
+
+void CudaDevice::release(Buffer& buffer) noexcept {
+  if (buffer.data != nullptr) memory_->release(buffer.data, reinterpret_cast<uintptr_t>(up_));
+  buffer = {};
+}
+
+void CudaDevice::copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind) {
+  if (bytes > 0) ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, compute()));
+}
+
+void CudaDevice::finish_compute() {
+  ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(compute()));
+}
+
+void CudaDevice::wait() {
+  const DeviceScope scope(ordinal_);
+  finish_compute();
+  ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(staging_.stream()));
+}
+
+void* CudaDevice::lock(void* data, int64_t bytes) {
+  const DeviceScope scope(ordinal_);
+  void* address = nullptr;
+  const unsigned flags = cudaHostRegisterPortable | cudaHostRegisterMapped;
+  if (cudaHostRegister(data, static_cast<size_t>(bytes), flags) != cudaSuccess ||
+      cudaHostGetDevicePointer(&address, data, 0) != cudaSuccess) {
+    (void)cudaGetLastError();  // an answer here, not an error
+    refuses_page_locks_ = true;
+    return nullptr;
+  }
+  return address;
+}
+
+void CudaDevice::unlock(void* data) noexcept {
+  if (getpid() == process_) (void)cudaHostUnregister(data);
+}
+
+// The host's copy of a block, or nothing for an absent one.
+class CudaDevice::HostBlock {
+ public:
+  HostBlock(const ColumnState& device, int64_t rows)
+      : device_(device), count_(rows * device.width), memory_(3 * count_ * 4) {}
+
+  ColumnState host() const {
+    float* const first = static_cast<float*>(memory_.data());
+    return {first, first + count_, first + 2 * count_, device_.width};
+  }
+  void download(CudaDevice& device) const {
+    const ColumnState host = this->host();
+    for (auto array : {&ColumnState::master, &ColumnState::exp_avg, &ColumnState::exp_avg_sq}) {
+      device.copy(host.*array, device_.*array, count_ * 4, cudaMemcpyDeviceToHost);
+    }
+  }
+  ColumnState upload(CudaDevice& device) const {
+    const ColumnState host = this->host();
+    for (auto array : {&ColumnState::master, &ColumnState::exp_avg, &ColumnState::exp_avg_sq}) {
+      device.copy(device_.*array, host.*array, count_ * 4, cudaMemcpyHostToDevice);
+    }
+    return device_;
+  }
+  const ColumnState& device() const { return device_; }
+
+ private:
+  ColumnState device_;
+  int64_t count_;
+  HostArray memory_;
+};
+
+void CudaDevice::on_host(Parameter& p, const TensorView& weight, FunctionRef<void(const TensorView&)> work) {
+  const DeviceScope scope(ordinal_);
+  const int64_t rows = p.shape().rows, bytes = p.shape().count() * item_size(p.dtype());
+  const std::vector<int64_t> sizes{rows, p.shape().columns};
+  const bool lends = p.lent_block().has_value();
+  const HostBlock block(p.block(), rows), lent(lends ? *p.lent_block() : ColumnState(), rows);
+  HostArray mirror(weight ? bytes : 0);
+  const TensorView view = weight ? TensorView(mirror.data(), p.dtype(), sizes, {}) : TensorView();
+
+  wait();  // host arrays that the device still reads or writes
+  block.download(*this);
+  if (weight) copy(mirror.data(), weight.at(0), bytes, cudaMemcpyDeviceToHost);
+  finish_compute();  // the copies
+  p.block() = block.host();
+  if (lends) p.lent_block() = lent.host();
+  const auto put_back = [&](const ColumnState& in_use) {
+    p.block() = in_use;
+    if (p.lent_block()) p.lent_block() = lent.device();
+  };
+  try {
+    work(view);
+  } catch (...) {
+    put_back(block.device());
+    throw;
+  }
+  const bool took_lent = lends && !p.lent_block();
+  put_back((took_lent ? lent : block).upload(*this));
+  if (weight) {
+    copy(weight.at(0), mirror.data(), bytes, cudaMemcpyHostToDevice);
+    update_map(p, weight);
+  }
+  finish_compute();  // the mirrors, which end here
+}
+
+void CudaDevice::columns_moved(Parameter& p, const TensorView& weight) {
+  const DeviceScope scope(ordinal_);
+  update_map(p, weight);
+}
+
+void CudaDevice::update_map(const Parameter& p, const TensorView& weight) {
+  if (!p.split() || p.shape().count() == 0) return;
+  const int64_t slots = p.slots(), columns = p.shape().columns, width = columns - slots;
+  ColumnMap& map = maps_[&p];
+  map.checksums = grown<uint64_t>(map.memory, 2 * columns + columns);
+  map.found = map.checksums + columns;
+  map.place = reinterpret_cast<int32_t*>(map.found + columns);
+  map.of_slots = map.place + columns;
+  map.of_block = map.of_slots + slots;
+  copy(map.of_slots, p.slot_columns().data(), slots * 4, cudaMemcpyHostToDevice);
+  copy(map.of_block, p.block_columns().data(), width * 4, cudaMemcpyHostToDevice);
+  build_place(map.of_slots, slots, map.of_block, width, map.place, compute_);
+  column_checksums(weight.at(0), p.dtype(), p.shape().rows, columns, map.place, slots, map.checksums, compute_);
+}
+
+void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const ColumnSwap& swap) {
+  const DeviceScope scope(ordinal_);
+  const int64_t rows = p.shape().rows, columns = p.shape().columns, count = swap.count(), item = item_size(p.dtype());
+  const ColumnState block = p.block();
+  Buffer memory;
+  float* const state = grown<float>(memory, 4 * rows * count + 3 * count);
+  ColumnState moving{state, state + rows * count, state + 2 * rows * count, count};
+  void* const weights = state + 3 * rows * count;
+  int32_t* const positions = reinterpret_cast<int32_t*>(state + 4 * rows * count);
+  int32_t* const leaving = positions + count;
+  int32_t* const joining = leaving + count;
+  copy(positions, swap.positions.data(), count * 4, cudaMemcpyHostToDevice);
+  copy(leaving, swap.leaving.data(), count * 4, cudaMemcpyHostToDevice);
+  copy(joining, swap.joining.data(), count * 4, cudaMemcpyHostToDevice);
+
+  const auto arrays = {&ColumnState::master, &ColumnState::exp_avg, &ColumnState::exp_avg_sq};
+  for (auto array : arrays) {
+    gather_columns(block.*array, 4, rows, block.width, positions, count, moving.*array, compute_);
+  }
+  gather_columns(weight.at(0), item, rows, columns, leaving, count, weights, compute_);
+  const HostBlock host(moving, rows);
+  HostArray left(rows * count * item), joined(rows * count * item);
+  host.download(*this);
+  copy(left.data(), weights, left.bytes(), cudaMemcpyDeviceToHost);
+  finish_compute();  // the copies, and edits on their way into host arrays
+
+  for_rows(context_.pool, {rows, count}, [&](int64_t r) {
+    const int64_t row = r * count * item;
+    p.swap_row(swap, host.host(), true, r, static_cast<char*>(left.data()) + row,
+               static_cast<char*>(joined.data()) + row);
+  });
+
+  host.upload(*this);
+  copy(weights, joined.data(), joined.bytes(), cudaMemcpyHostToDevice);
+  for (auto array : arrays) {
+    scatter_columns(block.*array, 4, rows, block.width, positions, count, moving.*array, compute_);
+  }
+  scatter_columns(weight.at(0), item, rows, columns, joining, count, weights, compute_);
+  finish_compute();  // the host's copies, which end here
+  release(memory);
+}
+
+void CudaDevice::forget(const Parameter& p) {
+  const auto found = maps_.find(&p);
+  if (found == maps_.end()) return;
+  release(found->second.memory);
+  maps_.erase(found);
+}
+
+}  // namespace zenflow
