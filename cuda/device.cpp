@@ -115,9 +115,9 @@ AdamTask CudaDevice::whole_task(const ReceivedGradient& g) const {
   const Operand& o = *g.operand;
   Parameter& p = *o.parameter;
   const ColumnState& block = p.block();
-  return {o.gradient.at(0),      o.gradient.dtype(), o.weight.at(0), p.dtype(),     p.shape().rows,
-          p.shape().columns,     p.shape().columns,  nullptr,        block.master,  block.exp_avg,
-          block.exp_avg_sq,      g.step.fold,        g.step.move,    nullptr,       nullptr};
+  return {o.gradient.at(0),  o.gradient.dtype(), o.weight.at(0), p.dtype(),    p.shape().rows,
+          p.shape().columns, p.shape().columns,  nullptr,        block.master, block.exp_avg,
+          block.exp_avg_sq,  g.step.fold,        g.step.move,    nullptr,      nullptr};
 }
 
 SelectivePass CudaDevice::selective_pass(const ReceivedGradient& g) {

@@ -11,9 +11,7 @@ namespace zenflow {
 class Event {
  public:
   // A host thread that waits for it sleeps.
-  Event() {
-    ZENFLOW_CUDA_CHECK(cudaEventCreateWithFlags(&handle_, cudaEventDisableTiming | cudaEventBlockingSync));
-  }
+  Event() { ZENFLOW_CUDA_CHECK(cudaEventCreateWithFlags(&handle_, cudaEventDisableTiming | cudaEventBlockingSync)); }
   ~Event() { (void)cudaEventDestroy(handle_); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;

@@ -6,6 +6,7 @@
 
 #include "cuda/column_norms.h"
 #include "cuda/cuda_info.h"
+#include "cuda/device.h"
 #include "cuda/edits.h"
 #include "cuda/scatter.h"
 #include "cuda/selective_adam.h"
@@ -82,6 +83,10 @@ void column_checksums(const void*, DType, int64_t, int64_t, const int32_t*, int6
 
 void adopt_edits(const EditSearch&, Stream) {
   refuse("adopt_edits");
+}
+
+std::unique_ptr<Device> make_cuda_device(int, std::unique_ptr<DeviceMemory>, const Context&, const TransferSizes&) {
+  refuse("a parameter on a GPU");
 }
 
 CudaInfo cuda_info() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Layers point one way: python/zenflow -> src/bindings.cpp -> src/ and cuda/. Prints every include that points another way.
+# Layers point one way: python/zenflow -> src/bindings* -> src/ and cuda/. Prints every include that points another way.
 set -uo pipefail
 cd "${1:-$(dirname "$0")/..}"
 
@@ -18,16 +18,16 @@ forbid() {
 shopt -s nullglob
 core=(src/*.h src/*.cpp)
 [ ${#core[@]} -gt 0 ] || { echo "layers: no sources under $PWD/src" >&2; exit 1; }
-for i in "${!core[@]}"; do [ "${core[$i]}" != src/bindings.cpp ] || unset "core[$i]"; done
+for i in "${!core[@]}"; do [[ ${core[$i]} != src/bindings* ]] || unset "core[$i]"; done
 device=(cuda/*.h cuda/*.cu cuda/*.cpp)
-device_headers=(cuda/cuda_info.h cuda/stream.h cuda/column_norms.h cuda/edits.h cuda/scatter.h cuda/selective_adam.h
+device_headers=(cuda/device.h cuda/cuda_info.h cuda/stream.h cuda/column_norms.h cuda/edits.h cuda/scatter.h cuda/selective_adam.h
   cuda/slot_map.h cuda/top_k.h)
 every=(src/*.h src/*.cpp "${device[@]}" tests/cpp/*.h tests/cpp/*.cpp)
 per_isa=(src/kernels_*.cpp src/simd_*.h src/kernels_body.h)
 
 forbid "nothing includes torch" "torch/|ATen/|c10/" "${every[@]}"
-forbid "src/ knows no Python; only src/bindings.cpp does" "Python\.h|pybind11/" "${core[@]}"
-forbid "src/ knows no CUDA; only src/bindings.cpp sees cuda/" "cuda|cublas|driver_types" "${core[@]}"
+forbid "src/ knows no Python; only src/bindings* do" "Python\.h|pybind11/" "${core[@]}"
+forbid "src/ knows no CUDA; only src/bindings* see cuda/" "cuda|cublas|driver_types" "${core[@]}"
 forbid "cuda/ knows no Python" "Python\.h|pybind11/" "${device[@]}"
 forbid "cuda/ headers that the bindings see need no CUDA header" "cuda_|cuda\.h|cuda/check|cuda/launch" "${device_headers[@]}"
 # A standard-library template or inline function compiled here could be the one that the linker keeps for everybody.
