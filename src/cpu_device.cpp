@@ -33,7 +33,9 @@ std::vector<std::vector<int32_t>> CpuDevice::top_k(std::span<const size_t> which
 }
 
 void CpuDevice::apply(std::span<const ReceivedGradient> gradients) {
-  for (const auto& [o, step] : gradients) o->parameter->apply(o->weight, o->gradient, step);
+  for (const auto& [o, step] : gradients) {
+    o->staged ? o->parameter->apply_staged(o->weight, step) : o->parameter->apply(o->weight, o->gradient, step);
+  }
 }
 
 void CpuDevice::swap_columns(Parameter& p, const TensorView& weight, const ColumnSwap& swap) {

@@ -17,6 +17,8 @@ class CpuDevice : public Device {
   void measure(std::span<const Operand* const> operands) override;
   std::vector<double> squared_norms() override;
   std::vector<std::vector<int32_t>> top_k(std::span<const size_t> which, std::span<const int64_t> widths) override;
+  void stage(const Operand& operand) override { operand.parameter->stage(operand.gradient); }
+  void unstage(Parameter& parameter, void* gradient) override { parameter.unstage(gradient); }
   void apply(std::span<const ReceivedGradient> gradients) override;
   void swap_columns(Parameter& parameter, const TensorView& weight, const ColumnSwap& swap) override;
   void adopt_deferred_edits(std::span<const Operand* const> operands) override;

@@ -12,6 +12,7 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "function_ref.h"
@@ -29,6 +30,10 @@ struct Operand {
   Hyper hyper;
   bool maximize = false;
   bool suspect = false;  // version or storage changed since the last write: look for edits
+  bool staged = false;   // the gradient is the parameter's staged one, and `gradient` empty
+
+  bool has_gradient() const { return staged || gradient; }
+  DType gradient_dtype() const { return staged ? parameter->staged().dtype : gradient.dtype(); }
 };
 
 using Operands = std::vector<const Operand*>;
@@ -68,7 +73,12 @@ class Device {
   // Of the measured gradient number `which[i]`, the `widths[i]` columns that come first. [waits]
   virtual std::vector<std::vector<int32_t>> top_k(std::span<const size_t> which, std::span<const int64_t> widths) = 0;
 
-  // Selected columns of AdamW in place; deferred ones packed and on their way into the step's lane.
+  // A gradient, of a parameter prepared for it, into its staged places; and from there back into a contiguous gradient.
+  virtual void stage(const Operand&) { throw std::logic_error("zenflow: this device stages no gradients"); }
+  virtual void unstage(Parameter&, void*) { throw std::logic_error("zenflow: this device stages no gradients"); }
+
+  // Selected columns of AdamW in place; deferred ones packed and on their way into the step's lane, if not staged
+  // there.
   virtual void apply(std::span<const ReceivedGradient> gradients) = 0;
 
   // Swaps the state of leaving columns with that of as many joining ones and writes the latters' settled masters.
@@ -85,7 +95,10 @@ class Device {
 
   // For the host arrays that the device reads or writes.
   virtual PageLocker* page_locker() { return nullptr; }
-  // The parameter is about to go, or its columns have moved.
+  virtual bool refuses_page_locks() const { return false; }  // some arrays stay pageable: slower, with the same results
+  // The parameter's columns have new places; the weight holds what was last written.
+  virtual void columns_moved(Parameter&, const TensorView&) {}
+  // The parameter is about to go.
   virtual void forget(const Parameter&) {}
 };
 

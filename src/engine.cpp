@@ -50,11 +50,21 @@ void Engine::use_stream(size_t device, uintptr_t stream) {
   devices_.at(device)->use_stream(stream);
 }
 
+bool Engine::refuses_page_locks() const {
+  return std::any_of(devices_.begin(), devices_.end(), [](const auto& d) { return d->refuses_page_locks(); });
+}
+
 int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count, size_t device) {
   const std::lock_guard lock(calls_.mutex());
   auto state = std::make_unique<Parameter>(context_, *devices_.at(device), sizes, dtype, split, step_count);
   parameters_.push_back({std::move(sizes), std::move(state)});
   return static_cast<int64_t>(parameters_.size()) - 1;
+}
+
+Parameter& Engine::parameter(int64_t index) {
+  const Entry& entry = parameters_.at(static_cast<size_t>(index));
+  if (entry.state == nullptr) throw std::out_of_range("zenflow: this parameter's state was discarded");
+  return *entry.state;
 }
 
 TensorView Engine::view(int64_t index, void* data, std::optional<DType> dtype, std::span<const int64_t> strides) const {
@@ -71,6 +81,7 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   }
   const int64_t step = clock_.step + 1;
 
+  for (const Operand& o : operands) o.staged ? check_staged(o, plan) : o.parameter->discard_staged();
   prepare(operands, plan);
   if (plan.selects) {
     wait_for_host();  // the one exception to the visibility rule: a column must never have two owners
@@ -115,7 +126,7 @@ std::vector<Engine::Share> Engine::shares(std::span<const Operand> operands, Wan
 
 bool Engine::selects(const Operand& o, const StepPlan& plan) const {
   const Parameter& p = *o.parameter;
-  return o.gradient && p.split() && !plan.warm_up && (plan.selects || !p.has_selection());
+  return o.has_gradient() && p.split() && !plan.warm_up && (plan.selects || !p.has_selection());
 }
 
 // State for parameters that have none, and edits; what starts with its selection gets its state in choose_columns().
@@ -125,11 +136,11 @@ void Engine::prepare(std::span<const Operand> operands, const StepPlan& plan) {
     Parameter& p = *o.parameter;
     if (!p.initialised() && !selects(o, plan)) {
       p.device().on_host(p, o.weight, [&](const TensorView& weight) { p.initialise(weight, nullptr); });
-    } else if (p.initialised() && o.suspect && !o.gradient) {
+    } else if (p.initialised() && o.suspect && !o.has_gradient()) {
       p.device().on_host(p, o.weight, [&](const TensorView& weight) { p.adopt_edits(weight); });
     }
   }
-  const auto edited = [](const Operand& o) { return o.parameter->initialised() && o.suspect && o.gradient; };
+  const auto edited = [](const Operand& o) { return o.parameter->initialised() && o.suspect && o.has_gradient(); };
   for (const Share& s : shares(operands, edited)) s.device->adopt_deferred_edits(s.operands);
 }
 
@@ -139,31 +150,45 @@ Coefficient Engine::choose_columns(std::span<const Operand> operands, const Step
   const auto wanted = [&](const Operand& o) { return o.gradient && (clips || selects(o, plan)); };
   const std::vector<Share> measured = shares(operands, wanted);
   for (const Share& s : measured) s.device->measure(s.operands);
-  const Coefficient coefficient = clips ? clip(measured, plan.max_grad_norm) : Coefficient();
+  const Coefficient coefficient = clips ? clip(operands, measured, plan.max_grad_norm) : Coefficient();
 
   Overlap overlap;
   for (const Share& s : measured) select_columns(s, plan, overlap);
+  const auto chosen = [](const Operand& o) { return o.staged && o.parameter->staged().selection; };
+  for (const Share& s : shares(operands, chosen)) {
+    adopt_before_selection(s.operands);
+    for (const Operand* o : s.operands) select_columns(*o, *o->parameter->staged().selection, overlap);
+  }
   if (overlap.before > 0) {
     report_.selection_overlap = static_cast<double>(overlap.kept) / static_cast<double>(overlap.before);
   }
   for (const Operand& o : operands) {
-    Parameter& p = *o.parameter;
-    if (!o.gradient || !p.split() || p.has_lanes(o.gradient.dtype())) continue;
-    wait_for_host();  // a job may still read the lanes that are replaced
-    p.device().wait();
-    p.reserve_lanes(o.gradient.dtype());
+    if (o.staged) o.parameter->take_staged_lanes();
+    if (o.gradient && o.parameter->split()) reserve_lanes(o);
   }
   return coefficient;
 }
 
-Coefficient Engine::clip(std::span<const Share> measured, double max_grad_norm) {
-  if (measured.size() == 1) {
+void Engine::reserve_lanes(const Operand& o) {
+  Parameter& p = *o.parameter;
+  if (p.has_lanes(o.gradient.dtype())) return;
+  wait_for_host();  // a job may still read the lanes that are replaced
+  p.device().wait();
+  p.reserve_lanes(o.gradient.dtype());
+}
+
+Coefficient Engine::clip(std::span<const Operand> operands, std::span<const Share> measured, double max_grad_norm) {
+  const bool staged = std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.staged; });
+  if (measured.size() == 1 && !staged) {
     if (const auto coefficient = measured[0].device->clip(max_grad_norm)) return *coefficient;
   }
   std::vector<std::pair<const Operand*, double>> squared;  // to be added in the caller's order, whatever the device
   for (const Share& s : measured) {
     const std::vector<double> norms = s.device->squared_norms();
     for (size_t i = 0; i < norms.size(); ++i) squared.emplace_back(s.operands[i], norms[i]);
+  }
+  for (const Operand& o : operands) {
+    if (o.staged) squared.emplace_back(&o, *o.parameter->staged().squared_norm);
   }
   std::sort(squared.begin(), squared.end());
   double total = 0;
@@ -181,43 +206,51 @@ void Engine::keep_norm(double norm) {
 void Engine::select_columns(const Share& measured, const StepPlan& plan, Overlap& overlap) {
   std::vector<size_t> which;
   std::vector<int64_t> widths;
-  Operands with_state;
+  Operands selecting;
   for (size_t i = 0; i < measured.operands.size(); ++i) {
     const Operand& o = *measured.operands[i];
     if (!selects(o, plan)) continue;
     which.push_back(i);
     widths.push_back(o.parameter->next_width());
-    if (o.parameter->initialised()) with_state.push_back(&o);
+    selecting.push_back(&o);
   }
   if (which.empty()) return;
 
   const std::vector<std::vector<int32_t>> selections = measured.device->top_k(which, widths);
-  measured.device->adopt_deferred_edits(with_state);
-  for (size_t i = 0; i < which.size(); ++i) {
-    const Operand& o = *measured.operands[which[i]];
-    Parameter& p = *o.parameter;
-    if (!p.initialised()) {
-      p.device().on_host(p, o.weight, [&](const TensorView& weight) { p.initialise(weight, &selections[i]); });
-      continue;
-    }
-    const bool hands_over = p.has_selection();  // a first selection moves nothing from the device
-    const int64_t width = p.block().width, kept = p.select(o.weight, selections[i]);
-    if (!hands_over) continue;
-    overlap.before += width;
-    overlap.kept += kept;
-    report_.total.handover_bytes += 12 * p.shape().rows * (width - kept + p.block().width - kept);
+  adopt_before_selection(selecting);
+  for (size_t i = 0; i < which.size(); ++i) select_columns(*selecting[i], selections[i], overlap);
+}
+
+void Engine::adopt_before_selection(const Operands& operands) {
+  Operands with_state;
+  for (const Operand* o : operands) {
+    if (o->parameter->initialised()) with_state.push_back(o);
   }
+  if (!with_state.empty()) with_state[0]->parameter->device().adopt_deferred_edits(with_state);
+}
+
+void Engine::select_columns(const Operand& o, const std::vector<int32_t>& selection, Overlap& overlap) {
+  Parameter& p = *o.parameter;
+  if (!p.initialised()) {
+    p.device().on_host(p, o.weight, [&](const TensorView& weight) { p.initialise(weight, &selection); });
+    return;
+  }
+  const bool hands_over = p.has_selection();  // a first selection moves nothing from the device
+  const int64_t width = p.block().width, kept = p.select(o.weight, selection);
+  if (!hands_over) return;
+  overlap.before += width;
+  overlap.kept += kept;
+  report_.total.handover_bytes += 12 * p.shape().rows * (width - kept + p.block().width - kept);
 }
 
 void Engine::apply_gradients(std::span<const Operand> operands, const Coefficient& coefficient) {
-  // Streaming: the job that read these lanes a round ago must be done with them.
-  if (settings_.stream) wait(lane_tickets_[static_cast<size_t>(clock_.step % (1 + settings_.update_delay))]);
-  for (const Share& s : shares(operands, [](const Operand& o) { return bool(o.gradient); })) {
+  wait_for_lanes();
+  for (const Share& s : shares(operands, [](const Operand& o) { return o.has_gradient(); })) {
     received_.clear();
     for (const Operand* o : s.operands) {
       const double scale = o->maximize ? -coefficient.value : coefficient.value;
       received_.push_back({o, o->parameter->receive(o->hyper, scale, coefficient.late)});
-      report_.total.d2h_bytes += o->parameter->deferred_count() * item_size(o->gradient.dtype());
+      report_.total.d2h_bytes += o->parameter->deferred_count() * item_size(o->gradient_dtype());
     }
     s.device->apply(received_);
   }
@@ -243,7 +276,7 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
           for (const auto& arrive : arrivals) arrive();
           for (const HostJob& job : jobs) job.run(kernels, pool);
         });
-    lane_tickets_[static_cast<size_t>(clock_.step % (1 + settings_.update_delay))] = last_ticket_;
+    lane_tickets_[lane_round()] = last_ticket_;
   }
   if (!plan.ends_window) return;
   if (plan.warm_up || settings_.update_delay == 0) {
@@ -255,13 +288,17 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
 }
 
 void Engine::publish(std::span<const Operand> operands) {
+  publish_in_flight(operands);
+  clock_.publish_at = 0;
+}
+
+void Engine::publish_in_flight(std::span<const Operand> operands) {
   for (const Share& s : shares(operands, [](const Operand& o) { return o.parameter->in_flight(); })) {
     for (const Operand* o : s.operands) {
       report_.total.h2d_bytes += o->parameter->deferred_count() * item_size(o->parameter->dtype());
     }
     s.device->publish(s.operands);
   }
-  clock_.publish_at = 0;
 }
 
 void Engine::wait(HostUpdater::Ticket ticket) {

@@ -71,13 +71,28 @@ class Engine {
   size_t add_device(std::unique_ptr<Device> device);
   // The caller's stream on that device in the calls to come.
   void use_stream(size_t device, uintptr_t stream);
+  bool refuses_page_locks() const;  // of any device
+  const Context& context() const { return context_; }
   // `step_count` as for Parameter.
   int64_t add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count = nullptr, size_t device = 0);
-  Parameter& parameter(int64_t index) { return *parameters_.at(static_cast<size_t>(index)).state; }
+  Parameter& parameter(int64_t index);  // throws if it was discarded
   TensorView view(int64_t index, void* data, std::optional<DType> dtype, std::span<const int64_t> strides) const;
 
   // One step for all parameters that have state or a gradient.
   void commit(std::span<const Operand> operands, const StepPlan& plan);
+
+  // In backward: takes a split parameter's gradient, which counts only once commit() finds it under the same plan; only
+  // `warm_up` and `selects` matter. `measures`: that plan has a max_grad_norm, or staged_finite() will be asked.
+  void stage(const Operand& operand, const StepPlan& plan, bool measures);
+  // Gives it back, bit for bit, into contiguous memory [rows, columns] of its dtype.
+  void unstage(int64_t index, void* gradient);
+  void discard_staged(int64_t index);
+  bool staged(int64_t index) { return parameter(index).staged().present; }
+  // Whether the norms that were measured are finite. If so, the gradient is.
+  bool staged_finite(int64_t index);
+  // For a parameter that this backward needs no more: what the coming step, which does not select, would publish.
+  // Whether there was anything.
+  bool publish_early(const Operand& operand);
 
   void synchronize(std::span<const Operand> operands);
   void flush(std::span<const Operand> operands);
@@ -113,11 +128,16 @@ class Engine {
   bool selects(const Operand& operand, const StepPlan& plan) const;
   void prepare(std::span<const Operand> operands, const StepPlan& plan);
   Coefficient choose_columns(std::span<const Operand> operands, const StepPlan& plan);
-  Coefficient clip(std::span<const Share> measured, double max_grad_norm);
+  void check_staged(const Operand& operand, const StepPlan& plan) const;
+  Coefficient clip(std::span<const Operand> operands, std::span<const Share> measured, double max_grad_norm);
   void select_columns(const Share& measured, const StepPlan& plan, Overlap& overlap);
+  void select_columns(const Operand& operand, const std::vector<int32_t>& selection, Overlap& overlap);
+  void adopt_before_selection(const Operands& operands);
+  void reserve_lanes(const Operand& operand);
   void apply_gradients(std::span<const Operand> operands, const Coefficient& coefficient);
   void submit_host_work(std::span<const Operand> operands, const StepPlan& plan);
   void publish(std::span<const Operand> operands);
+  void publish_in_flight(std::span<const Operand> operands);
   void settle(std::span<const Operand> operands);
   void adopt(std::span<const Operand> operands);
   void on_host(std::span<const Operand> operands, FunctionRef<void(Parameter&, const TensorView&)> work);
@@ -125,6 +145,9 @@ class Engine {
   Counters totals() const;
   void wait(HostUpdater::Ticket ticket);
   void wait_for_host() { wait(last_ticket_); }
+  // Streaming: the job that last read the coming step's lanes.
+  void wait_for_lanes() { wait(settings_.stream ? lane_tickets_[lane_round()] : 0); }
+  size_t lane_round() const { return static_cast<size_t>(clock_.step % (1 + settings_.update_delay)); }
 
   CallMutex calls_;
   Settings settings_;

@@ -55,7 +55,7 @@ char* Parameter::lane(int64_t index) const {
 int64_t Parameter::host_bytes() const {
   const HostArrays& a = arrays_;
   return a.master.bytes() + a.exp_avg.bytes() + a.exp_avg_sq.bytes() + a.last_written.bytes() + a.pending.bytes() +
-         a.sum.bytes() + lanes_.bytes();
+         a.sum.bytes() + lanes_.bytes() + staged_.lanes.bytes() + static_cast<int64_t>(staged_.selected.size());
 }
 
 PageLocker* Parameter::locker() const {
@@ -77,17 +77,17 @@ HostArrays Parameter::make_host_arrays(int64_t slots) const {
           make_array(count, item, locker()), sums ? make_array(count, 4, nullptr) : HostArray()};
 }
 
-int64_t Parameter::wanted_lanes() const {
-  if (!has_selection_) return 1;  // warm-up: each step is a window of its own
+int64_t Parameter::wanted_lanes(bool has_selection) const {
+  if (!has_selection) return 1;  // warm-up: each step is a window of its own
   return (context_.settings.stream ? 1 : context_.settings.update_interval) + context_.settings.update_delay;
 }
 
 bool Parameter::has_lanes(DType gradient) const {
-  return lane_count_ == wanted_lanes() && (lane_dtype_ == gradient || lane_dtype_ == DType::kFloat32);
+  return lane_count_ == wanted_lanes(has_selection_) && (lane_dtype_ == gradient || lane_dtype_ == DType::kFloat32);
 }
 
 void Parameter::reserve_lanes(DType gradient) {
-  const int64_t wanted = wanted_lanes();
+  const int64_t wanted = wanted_lanes(has_selection_);
   // Gradients of two dtypes in one window: fp32 holds both exactly.
   const DType dtype = open_lanes_.empty() ? gradient : DType::kFloat32;
   HostArray lanes = make_array(wanted * deferred_count(), item_size(dtype), locker());
@@ -152,12 +152,11 @@ void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>*
 }
 
 int64_t Parameter::select(const TensorView& weight, const std::vector<int32_t>& selection) {
-  std::vector<int32_t> before = this->selection(), leaving, joining;
-  std::set_difference(before.begin(), before.end(), selection.begin(), selection.end(), std::back_inserter(leaving));
-  std::set_difference(selection.begin(), selection.end(), before.begin(), before.end(), std::back_inserter(joining));
-  const int64_t stayed = static_cast<int64_t>(before.size() - leaving.size());
-  if (has_selection_ && !lent_) {
-    hand_over(weight, std::move(leaving), std::move(joining));
+  const std::vector<int32_t> before = this->selection();
+  std::vector<int32_t> stayed;
+  std::set_intersection(before.begin(), before.end(), selection.begin(), selection.end(), std::back_inserter(stayed));
+  if (hands_over()) {
+    hand_over(weight, selection);
   } else {
     device_.on_host(*this, weight, [&](const TensorView& view) {
       adopt_edits(view);
@@ -165,24 +164,38 @@ int64_t Parameter::select(const TensorView& weight, const std::vector<int32_t>& 
     });
   }
   has_selection_ = true;
-  return stayed;
+  return static_cast<int64_t>(stayed.size());
 }
 
-// Every other column keeps its place.
-void Parameter::hand_over(const TensorView& weight, std::vector<int32_t> leaving, std::vector<int32_t> joining) {
-  if (leaving.empty()) return;
+// From the selection in force to another one of its size: every column that neither joins nor leaves keeps its place.
+ColumnSwap Parameter::swap_for(const std::vector<int32_t>& selection) const {
+  const std::vector<int32_t> before = this->selection();
+  ColumnSwap swap;
+  std::set_difference(before.begin(), before.end(), selection.begin(), selection.end(),
+                      std::back_inserter(swap.leaving));
+  std::set_difference(selection.begin(), selection.end(), before.begin(), before.end(),
+                      std::back_inserter(swap.joining));
   std::vector<int32_t> place(static_cast<size_t>(shape_.columns));
   for (size_t i = 0; i < block_columns_.size(); ++i) place[block_columns_[i]] = static_cast<int32_t>(i);
   for (size_t s = 0; s < slot_columns_.size(); ++s) place[slot_columns_[s]] = static_cast<int32_t>(s);
-  ColumnSwap swap{std::move(leaving), std::move(joining), {}, {}};
   for (int32_t c : swap.leaving) swap.positions.push_back(place[c]);
   for (int32_t c : swap.joining) swap.slots.push_back(place[c]);
+  return swap;
+}
 
-  device_.swap_columns(*this, weight, swap);
+void Parameter::swap_places(const ColumnSwap& swap, std::vector<int32_t>& block_columns,
+                            std::vector<int32_t>& slot_columns) {
   for (size_t i = 0; i < swap.leaving.size(); ++i) {
-    block_columns_[swap.positions[i]] = swap.joining[i];
-    slot_columns_[swap.slots[i]] = swap.leaving[i];
+    block_columns[swap.positions[i]] = swap.joining[i];
+    slot_columns[swap.slots[i]] = swap.leaving[i];
   }
+}
+
+void Parameter::hand_over(const TensorView& weight, const std::vector<int32_t>& selection) {
+  const ColumnSwap swap = swap_for(selection);
+  if (swap.count() == 0) return;
+  device_.swap_columns(*this, weight, swap);
+  swap_places(swap, block_columns_, slot_columns_);
   device_.forget(*this);
 }
 

@@ -97,12 +97,35 @@ struct GradientStep {
   AdamStep move;
   ColumnCorrections corrections;  // of the selected columns; empty: `move` holds for all
   char* lane = nullptr;           // [rows, slots] of lane_dtype; nullptr: nothing is deferred
+  const float* late = nullptr;    // as in Coefficient
 };
 
 // Columns that change sides, in pairs: leaving[i] gives its position in the block to joining[i] and takes its slot.
 struct ColumnSwap {
   std::vector<int32_t> leaving, joining, positions, slots;
   int64_t count() const { return static_cast<int64_t>(leaving.size()); }
+};
+
+// A gradient of a backward pass that counts only once a step takes it: the deferred columns in the next lane, the
+// selected ones beside it.
+struct StagedGradient {
+  bool present = false;
+  DType dtype = DType::kFloat32;
+  std::optional<double> squared_norm;             // where it was measured
+  std::optional<std::vector<int32_t>> selection;  // that the coming step makes, ascending
+  bool moves_columns = false;                     // the coming step does: to these places
+  std::vector<int32_t> block_columns, slot_columns;
+  HostArray lanes;  // where the coming step needs other ones than there are, `lane_count` of them
+  int64_t lane_count = 0;
+  std::vector<char> selected;  // [rows, width] of dtype, for parameters in host memory
+};
+
+// Where a staged gradient lies, by the columns of the block's positions and of the slots.
+struct StagedPlaces {
+  const std::vector<int32_t>&block_columns, &slot_columns;
+  char* selected;
+  char* lane;  // [rows, slots] of lane_dtype
+  DType lane_dtype;
 };
 
 class Parameter {
@@ -168,6 +191,22 @@ class Parameter {
   // AdamW on the selected columns; the deferred ones packed into the lane.
   void apply(const TensorView& weight, const TensorView& gradient, const GradientStep& step);
 
+  // A split parameter's gradient during backward, in place of the one staged before. prepare_staging makes room in the
+  // places that the coming step will read; `selection`: what that step will select, if it does. Where keeps_lanes() it
+  // needs has_lanes(). The device then moves the columns there, or back into a contiguous gradient.
+  void prepare_staging(DType gradient, std::optional<std::vector<int32_t>> selection,
+                       std::optional<double> squared_norm);
+  StagedPlaces staged_places();
+  const StagedGradient& staged() const { return staged_; }
+  void stage(const TensorView& gradient);
+  void unstage(void* gradient);
+  void discard_staged();
+  // Whether the coming step, which may select, uses the lanes that there are.
+  bool keeps_lanes(bool selects) const { return initialised_ && (!selects || hands_over()); }
+  // In the step that takes it: lanes after the selection and before receive(), then the selected columns.
+  void take_staged_lanes();
+  void apply_staged(const TensorView& weight, const GradientStep& step);
+
   // The host work that is due after this step's gradient: of the whole window if it closes, of one lane if streaming.
   std::optional<HostJob> host_job(bool closes_window, double lookahead);
 
@@ -206,18 +245,28 @@ class Parameter {
   // The live weights of one row's selected columns: in place, or gathered into `staging` of so many bytes.
   const void* live_selected(const TensorView& weight, int64_t r, void* staging) const;
   int64_t live_staging_bytes(const TensorView& weight) const;
-  int64_t wanted_lanes() const;
+  int64_t wanted_lanes(bool has_selection) const;
+  // Whether the next selection swaps columns; else it lays both sides out anew.
+  bool hands_over() const { return has_selection_ && !lent_; }
+  ColumnSwap swap_for(const std::vector<int32_t>& selection) const;
+  static void swap_places(const ColumnSwap& swap, std::vector<int32_t>& block_columns,
+                          std::vector<int32_t>& slot_columns);
+  void foresee_layout(StagedGradient& staged) const;
   std::vector<int32_t> columns_without(const std::vector<int32_t>& selection) const;
   HostArrays make_host_arrays(int64_t slots) const;
   void repartition(const TensorView& weight, const std::vector<int32_t>& selection);
-  void hand_over(const TensorView& weight, std::vector<int32_t> leaving, std::vector<int32_t> joining);
+  void hand_over(const TensorView& weight, const std::vector<int32_t>& selection);
   void fold_open_lanes(int64_t r, float* exp_avg, float* exp_avg_sq, float* sum) const;
   void adopt_selected_edits(const TensorView& weight);
   void adopt_deferred_row(const TensorView& weight, int64_t r);
   std::vector<LateLane> late_lanes() const;
-  void update_selected(const TensorView& weight, const void* row, DType gradient, int64_t r, const Update& all) const;
+  template <class Work>
+  void with_update(const GradientStep& step, Work&& work) const;
+  void update_selected(const TensorView& weight, const void* gradients, DType gradient, int64_t r,
+                       const Update& all) const;
   void update_flat(const TensorView& weight, const TensorView& gradient, const Update& all) const;
-  void pack(const void* row, DType gradient, int64_t r, char* lane) const;
+  void pack(const void* row, DType gradient, int64_t r, const std::vector<int32_t>& columns, DType lane_dtype,
+            char* lane) const;
   ColumnCorrections column_corrections(const std::vector<int32_t>& columns, const Hyper& h, double lookahead) const;
 
   const Context& context_;
@@ -237,6 +286,7 @@ class Parameter {
   DType lane_dtype_ = DType::kFloat32;
   int64_t lane_count_ = 0, next_lane_ = 0;
   std::vector<OpenLane> open_lanes_;
+  StagedGradient staged_;
 
   int64_t steps_ = 0;
   float* step_count_;

@@ -116,6 +116,7 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
   lanes_ = HostArray();
   lane_count_ = 0;
   open_lanes_.clear();
+  discard_staged();
   column_steps_.clear();
   if (context_.settings.mean && split_) column_steps_.assign(full.column_steps, full.column_steps + columns);
 

@@ -11,13 +11,6 @@ namespace zenflow {
 
 namespace {
 
-void gather_run(DType dtype, const void* row, const std::vector<int32_t>& columns, void* run) {
-  with_bits(dtype, [&]<class Bits>() {
-    gather_row(static_cast<const Bits*>(row), columns, 0, static_cast<Bits*>(run),
-               static_cast<int64_t>(columns.size()));
-  });
-}
-
 Update shifted(Update u, int64_t elements) {
   u.master += elements;
   u.exp_avg += elements;
@@ -47,7 +40,8 @@ GradientStep Parameter::receive(const Hyper& hyper, double scale, const float* l
   GradientStep step{make_fold(hyper, scale),
                     make_adam_step(hyper, hyper.lr, 1.0 - hyper.lr * hyper.weight_decay, steps_, 0.0),
                     {},
-                    nullptr};
+                    nullptr,
+                    late};
   if (!column_steps_.empty()) {
     for (int32_t c : block_columns_) ++column_steps_[static_cast<size_t>(c)];
     step.corrections = column_corrections(block_columns_, hyper, 0.0);
@@ -60,43 +54,50 @@ GradientStep Parameter::receive(const Hyper& hyper, double scale, const float* l
   return step;
 }
 
-void Parameter::apply(const TensorView& weight, const TensorView& gradient, const GradientStep& step) {
-  if (shape_.count() == 0) return;
-
+// work(the update of all selected columns, still without their gradients)
+template <class Work>
+void Parameter::with_update(const GradientStep& step, Work&& work) const {
   const Lane gradient_lane{nullptr, step.fold};
   const ColumnSteps column_steps = step.corrections.view();
-  const Update update{block_.master,
-                      block_.exp_avg,
-                      block_.exp_avg_sq,
-                      nullptr,
-                      &gradient_lane,
-                      1,
-                      &step.move,
-                      nullptr,
-                      nullptr,
-                      1.0f,
-                      step.corrections.empty() ? nullptr : &column_steps,
-                      block_.width};
-  if (!split_ && weight.contiguous() && gradient.contiguous()) return update_flat(weight, gradient, update);
-  for_rows(context_.pool, shape_, [&](int64_t r) {
-    Scratch staging(gradient.staging_bytes());
-    const void* row = gradient.row(r, staging.data());
-    if (block_.width > 0) update_selected(weight, row, gradient.dtype(), r, update);
-    if (step.lane != nullptr) pack(row, gradient.dtype(), r, step.lane);
+  work(Update{block_.master, block_.exp_avg, block_.exp_avg_sq, nullptr, &gradient_lane, 1, &step.move, nullptr,
+              nullptr, 1.0f, step.corrections.empty() ? nullptr : &column_steps, block_.width});
+}
+
+void Parameter::apply(const TensorView& weight, const TensorView& gradient, const GradientStep& step) {
+  if (shape_.count() == 0) return;
+  with_update(step, [&](const Update& update) {
+    if (!split_ && weight.contiguous() && gradient.contiguous()) return update_flat(weight, gradient, update);
+    const DType dtype = gradient.dtype();
+    for_rows(context_.pool, shape_, [&](int64_t r) {
+      Scratch staging(gradient.staging_bytes()), selected(split_ ? block_.width * item_size(dtype) : 0);
+      const void* row = gradient.row(r, staging.data());
+      if (split_) gather_run(dtype, row, block_columns_, selected.data());
+      if (block_.width > 0) update_selected(weight, split_ ? selected.data() : row, dtype, r, update);
+      if (step.lane != nullptr) pack(row, dtype, r, slot_columns_, lane_dtype_, step.lane);
+    });
   });
 }
 
+void Parameter::apply_staged(const TensorView& weight, const GradientStep& step) {
+  const int64_t row_bytes = block_.width * item_size(staged_.dtype);
+  with_update(step, [&](const Update& update) {
+    for_rows(context_.pool, {shape_.rows, block_.width}, [&](int64_t r) {
+      update_selected(weight, staged_.selected.data() + r * row_bytes, staged_.dtype, r, update);
+    });
+  });
+  discard_staged();
+}
+
 // The selected columns of one row through contiguous runs, so that the kernel is the host update's own.
-void Parameter::update_selected(const TensorView& weight, const void* row, DType gradient, int64_t r,
+void Parameter::update_selected(const TensorView& weight, const void* gradients, DType gradient, int64_t r,
                                 const Update& all) const {
   const int64_t width = block_.width;
-  Scratch gradients(width * item_size(gradient)), weights(width * item_size(dtype_));
+  Scratch weights(width * item_size(dtype_));
   weight.gather(r, block_index(), width, weights.data());
   Update u = shifted(all, r * width);
   adopt_run(context_.kernels, dtype_, weights.data(), width, u.master);
 
-  if (split_) gather_run(gradient, row, block_columns_, gradients.data());
-  const Lane lane{split_ ? gradients.data() : row, all.lanes->fold};
+  const Lane lane{gradients, all.lanes->fold};
   u.lanes = &lane;
   u.written = weights.data();
   context_.kernels.update(u, gradient, dtype_, 0, width);
@@ -119,12 +120,14 @@ void Parameter::update_flat(const TensorView& weight, const TensorView& gradient
   });
 }
 
-void Parameter::pack(const void* row, DType gradient, int64_t r, char* lane) const {
-  char* packed = lane + r * slots() * item_size(lane_dtype_);
-  if (lane_dtype_ == gradient) return gather_run(gradient, row, slot_columns_, packed);
-  Scratch narrow(slots() * item_size(gradient));
-  gather_run(gradient, row, slot_columns_, narrow.data());
-  context_.kernels.widen(narrow.data(), gradient, slots(), reinterpret_cast<float*>(packed));
+void Parameter::pack(const void* row, DType gradient, int64_t r, const std::vector<int32_t>& columns, DType lane_dtype,
+                     char* lane) const {
+  const int64_t count = static_cast<int64_t>(columns.size());
+  char* packed = lane + r * count * item_size(lane_dtype);
+  if (lane_dtype == gradient) return gather_run(gradient, row, columns, packed);
+  Scratch narrow(count * item_size(gradient));
+  gather_run(gradient, row, columns, narrow.data());
+  context_.kernels.widen(narrow.data(), gradient, count, reinterpret_cast<float*>(packed));
 }
 
 std::vector<LateLane> Parameter::late_lanes() const {

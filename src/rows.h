@@ -63,6 +63,14 @@ inline bool is_nan_bits(DType dtype, uint32_t bits) {
   }
 }
 
+// The same for one row whose type is known at run time only.
+inline void gather_run(DType dtype, const void* row, const std::vector<int32_t>& columns, void* run) {
+  with_bits(dtype, [&]<class Bits>() {
+    gather_row(static_cast<const Bits*>(row), columns, 0, static_cast<Bits*>(run),
+               static_cast<int64_t>(columns.size()));
+  });
+}
+
 // Calls edited(i) for each element whose bits differ; any NaN equals any NaN. Equal runs cost one memcmp.
 template <class Edited>
 void for_differences(DType dtype, const void* a, const void* b, int64_t count, Edited&& edited) {
