@@ -52,9 +52,8 @@ class Config:
             lines.append("torch is not installed, and ZenFlowOptimizer needs it: pip install torch")
         elif _leading_numbers(self.torch) < OLDEST_TORCH:
             lines.append(f"torch {self.torch} is too old, ZenFlowOptimizer needs 2.4: pip install -U torch")
-        lines.append("GPU: this version updates parameters on the CPU only; the CUDA half is not in use yet")
         if not self.cuda_built:
-            lines.append(f"CUDA: {self.cuda_reason}")
+            lines.append(f"CUDA: {self.cuda_reason}; parameters on a GPU need a build with nvcc")
         elif self.cuda_devices == 0:
             lines.append("CUDA: no device is visible (no GPU, or no driver)")
         if self.isa == "scalar" and len(self.isa_available) == 1:

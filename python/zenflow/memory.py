@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory the optimizer's state takes, and whether the host has it. Allocates nothing."""
 
-from zenflow import _C
+from zenflow import _C, devices
 from zenflow.settings import selected_count
 from zenflow.tensors import matrix_shape
 
@@ -38,7 +38,7 @@ def choose_host_buffer(wanted, parameters, settings):
     Raises MemoryError, with the shortfall and the knobs, if the host does not have enough left.
     """
     available = _C.available_host_bytes()
-    beside = sum(device_bytes(*entry) for entry in parameters if entry[0].device.type == "cpu")
+    beside = sum(device_bytes(*entry) for entry in parameters if devices.device_of(entry[0]) is None)
     needed = {
         name: beside + sum(host_bytes(*entry, settings, name == "stream") for entry in parameters)
         for name in (("ring", "stream") if wanted == "auto" else (wanted,))

@@ -14,7 +14,7 @@ import inspect
 import torch
 from torch.optim import Optimizer
 
-from zenflow import _C
+from zenflow import _C, devices
 from zenflow import state as canonical
 from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, reject_unsupported
 from zenflow.stats import make_stats
@@ -164,6 +164,11 @@ class ZenFlowOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_while_settled("step()")
+        if devices.is_capturing():
+            raise RuntimeError(
+                "step() cannot be captured in a CUDA graph: part of it runs on the host. Capture forward and backward "
+                "only, and call step() outside"
+            )
 
         parameters = self._validated_parameters()
         if self._settings.skip_nonfinite and not all_finite(p.grad for p, _ in parameters if p.grad is not None):
@@ -214,7 +219,7 @@ class ZenFlowOptimizer(Optimizer):
 
     def _commit(self, parameters, plan):
         """Everything that the step changes, in one native call: an interrupt falls before or after it."""
-        records, rows, written = self._store.records, [], []
+        records, rows, written, gradients = self._store.records, [], [], []
         for p, group in parameters:
             record, gradient = records[p], p.grad
             check_weight(p, record, self.param_groups)
@@ -224,6 +229,8 @@ class ZenFlowOptimizer(Optimizer):
                 if plan.publishes and record.split:
                     written.append(p)
             else:
+                gradient = record.gradient_of(gradient)
+                gradients.append(gradient)  # until the call has queued what reads it
                 rows.append((*row, address_of(gradient), DTYPE_CODES[gradient.dtype], strides_of(gradient), group))
                 written.append(p)
         groups = [
@@ -231,8 +238,10 @@ class ZenFlowOptimizer(Optimizer):
             for g in self.param_groups
         ]
         clip = self._settings.max_grad_norm or 0.0
+        self._store.use_current_streams()
         self._store.engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
         mark_written(written, [p for p, _ in parameters], records)
+        self._store.warn_of_pageable_memory()
 
     # Between steps
 

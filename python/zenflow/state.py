@@ -106,11 +106,12 @@ def follow_dtype(state, p):
     for name in ("last_written", "pending_output"):
         state[name] = state[name].to(p.dtype)
     # Selected columns hold what their masters round to; where p is no edit it is made to.
-    unedited = same_bits(p.detach().cpu(), state["last_written"])
+    live = p.detach().cpu()
+    unedited = same_bits(live, state["last_written"])
     settled = selected_elements(state, p) & unedited
     rounded = state["master"].to(p.dtype)
     with torch.no_grad():
-        p.copy_(torch.where(settled, rounded, p.detach()))
+        p.copy_(torch.where(settled, rounded, live))
     for name in ("last_written", "pending_output"):
         state[name] = torch.where(settled, rounded, state[name])
     return state

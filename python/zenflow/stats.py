@@ -40,7 +40,8 @@ class Stats:
         skipped_steps: steps that skip_nonfinite left out.
         update_interval, update_delay: in force, in steps.
         host_buffer: "ring" or "stream", as chosen at the first step; None before.
-        host_bytes: host memory held for deferred columns; device_bytes: memory held for selected and unsplit ones.
+        host_bytes: host memory held for deferred columns; device_bytes: memory held for selected and unsplit
+            ones and, on GPUs, for what is on its way.
         parameters, split_parameters: how many have state, and how many of them have deferred columns.
     """
 
@@ -96,7 +97,7 @@ def make_stats(settings, store, skipped_steps):
         update_delay=settings.update_delay,
         host_buffer=store.host_buffer if store else None,
         host_bytes=store.engine.host_bytes if store else 0,
-        device_bytes=sum(tensor.nbytes for record in records for block in record.blocks for tensor in block),
+        device_bytes=store.device_bytes() if store else 0,
         parameters=len(records),
         split_parameters=sum(record.split for record in records),
     )

@@ -6,10 +6,11 @@ Not for: when a step does what (optimizer.py), nor what a state looks like (stat
 """
 
 import collections
+import warnings
 
 import torch
 
-from zenflow import _C, memory
+from zenflow import _C, devices, memory
 from zenflow import state as canonical
 from zenflow.settings import selected_count
 from zenflow.tensors import DTYPE_CODES, Record, check_parameter, check_weight, mark_written, parameter_name
@@ -38,6 +39,9 @@ class Store:
         self.mean = settings.deferred_rule == "mean"
         self.host_buffer = memory.choose_host_buffer(settings.host_buffer, expected, settings)
         self.records = {}  # by parameter
+        self._device_memory = {}  # of each GPU
+        self._warned = False
+        self._engine_devices = {None: 0}  # the engine's number of each device
         self.state = collections.defaultdict(dict) if state is None else state
         self._groups = groups
         self.engine = _C.Engine(
@@ -63,10 +67,32 @@ class Store:
             record = self.records[p]
             width = selected_count(ratio, record.columns)
             if self.engine.next_width(record.index) != width:
-                self._lend(record, p.device, width)
+                self._lend(record, width)
+
+    def use_current_streams(self):
+        """Orders the engine's next call with torch's work on each GPU."""
+        for device in self._device_memory:
+            self.engine.use_stream(self._engine_devices[device], devices.current_stream(device))
+
+    def warn_of_pageable_memory(self):
+        """Says once that page-locking was refused."""
+        if self._warned or not self.engine.refuses_page_locks():
+            return
+        self._warned = True
+        warnings.warn(
+            "zenflow: the system refused to page-lock host memory, so copies to and from the GPU are slower (results "
+            "are the same). Raise the limit: ulimit -l unlimited, or LimitMEMLOCK / --ulimit memlock=-1",
+            stacklevel=5,
+        )
+
+    def device_bytes(self):
+        """Memory held on parameters' devices: for selected and unsplit columns, and for what is on its way."""
+        blocks = sum(tensor.nbytes for r in self.records.values() for block in r.blocks for tensor in block)
+        return blocks + sum(memory.held() for memory in self._device_memory.values())
 
     def weight_rows(self):
         """A row for each weight, as the engine's calls between steps take them."""
+        self.use_current_streams()
         for p, record in self.records.items():
             check_weight(p, record, self._groups)
         return [(*record.weight_row(p), 0, 0, None, 0) for p, record in self.records.items()]
@@ -96,7 +122,13 @@ class Store:
     @torch.no_grad()
     def follow_dtypes(self):
         """Gives parameters that the user moved to another dtype a state for it."""
-        moved = [p for p, r in self.records.items() if r.dtype is not p.dtype and r.shape == p.shape and p.is_cpu]
+        moved = [
+            p
+            for p, r in self.records.items()
+            if r.dtype is not p.dtype and r.shape == p.shape and devices.device_of(p) == r.device
+        ]
+        if moved:
+            self.use_current_streams()
         for p in moved:
             check_parameter(p, parameter_name(self._groups, p))
             old = self.records[p]
@@ -118,23 +150,32 @@ class Store:
         """For p, or for a state of it from when it had another dtype: follow_dtypes() brings that up to date."""
         dtype = dtype or p.dtype
         step = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # the engine counts in it
-        index = self.engine.add(list(p.shape), DTYPE_CODES[dtype], split, step.data_ptr())
+        device = self._engine_device(devices.device_of(p))
+        index = self.engine.add(list(p.shape), DTYPE_CODES[dtype], split, step.data_ptr(), device)
         record = Record(index, p, split, step, dtype)
         record.remember(p)
         if not split:
-            self._lend(record, p.device, record.columns)
+            self._lend(record, record.columns)
         return record
 
-    def _lend(self, record, device, width):
+    def _engine_device(self, device):
+        if device not in self._engine_devices:
+            memory = devices.DeviceMemory(device)
+            self._engine_devices[device] = self.engine.add_cuda_device(device, memory)
+            self._device_memory[device] = memory
+            self.use_current_streams()
+        return self._engine_devices[device]
+
+    def _lend(self, record, width):
         """The block in use is kept: the engine leaves it when its next call takes the new one over."""
-        block = tuple(torch.empty(record.rows, width, dtype=torch.float32, device=device) for _ in range(3))
+        block = tuple(devices.empty((record.rows, width), record.device) for _ in range(3))
         in_use = self.engine.block_in_use(record.index)
         record.blocks = [b for b in record.blocks if b[0].data_ptr() == in_use] + [block]
         self.engine.lend(record.index, *(tensor.data_ptr() for tensor in block), width)
 
     def _import(self, p, record, state, selected, *, has_selection, in_flight):
         if has_selection:
-            self._lend(record, p.device, selected)
+            self._lend(record, selected)
         record.forget()  # the weight may be another than the state's: edits are looked for at the next call
         canonical.import_parameter(
             self.engine, record, p, state, mean=self.mean, in_flight=in_flight, has_selection=has_selection

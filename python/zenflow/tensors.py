@@ -9,6 +9,8 @@ import math
 import torch
 from torch.nn.parameter import is_lazy
 
+from zenflow import devices
+
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPE_NAMES = "float32, bfloat16 or float16"
 
@@ -27,11 +29,13 @@ def check_parameter(p, name):
         raise ValueError(f"{name} has dtype {p.dtype}: ZenFlow updates {_DTYPE_NAMES}; use torch.optim.AdamW for it")
     if p.layout is not torch.strided:
         raise ValueError(f"{name} has layout {p.layout}: ZenFlow updates dense tensors; use torch.optim.SparseAdam")
-    if p.device.type not in ("cpu", "meta"):
+    if p.device.type not in (*devices.TYPES, "meta"):
         raise RuntimeError(
-            f"{name} is on {p.device}: this version updates CPU parameters only; "
-            "use model.to('cpu'), or torch.optim.AdamW for it"
+            f"{name} is on {p.device}: ZenFlow updates parameters on the CPU and on CUDA GPUs; use model.to('cpu'), or "
+            "torch.optim.AdamW for it"
         )
+    if p.device.type != "meta" and (reason := devices.why_not(devices.device_of(p))):
+        raise RuntimeError(f"{name} is on {p.device}, and {reason}")
     if is_lazy(p):  # without a shape until its module's first forward
         return
     if p.is_neg() or any(step == 0 and size > 1 for size, step in zip(p.shape, p.stride(), strict=True)):
@@ -69,11 +73,16 @@ def parameter_name(groups, parameter):
 
 def check_weight(p, record, groups):
     """Raises if p is no longer the tensor that its state was made for; dtypes are followed before."""
-    if p.shape != record.shape or p.dtype is not record.dtype or not p.is_cpu:
+    if p.shape != record.shape or p.dtype is not record.dtype or devices.device_of(p) != record.device:
         raise RuntimeError(
-            f"{parameter_name(groups, p)} had shape {tuple(record.shape)} and {record.dtype} on the CPU, and now has "
-            f"{tuple(p.shape)}, {p.dtype} on {p.device}: change it back, or make a new optimizer"
+            f"{parameter_name(groups, p)} had shape {tuple(record.shape)} and {record.dtype} on "
+            f"{_device_name(record.device)}, and now has {tuple(p.shape)}, {p.dtype} on {p.device}: change it back, or "
+            "make a new optimizer"
         )
+
+
+def _device_name(device):
+    return "the CPU" if device is None else f"cuda:{device}"
 
 
 def all_finite(gradients):
@@ -87,8 +96,8 @@ def is_plain(p, gradient):
         gradient.dtype in DTYPE_CODES
         and p.dtype in DTYPE_CODES
         and gradient.layout is torch.strided
-        and gradient.is_cpu
-        and p.is_cpu
+        and gradient.device == p.device
+        and (p.is_cpu or p.is_cuda)
         and gradient.shape == p.shape
         and not gradient.is_neg()
     )
@@ -139,6 +148,8 @@ class Record:
         "address",
         "blocks",
         "columns",
+        "copy",
+        "device",
         "dtype",
         "index",
         "rows",
@@ -154,6 +165,8 @@ class Record:
         self.split = split
         self.shape = p.shape
         self.dtype = dtype
+        self.device = devices.device_of(p)
+        self.copy = None  # of a weight on a GPU that is not contiguous, for the length of a call
         self.rows, self.columns = matrix_shape(p.shape)
         self.step = step  # 0-d float32 that the engine counts in
         self.blocks = []  # (master, exp_avg, exp_avg_sq) of selected columns, [rows, width] fp32: in use, lent for next
@@ -163,7 +176,20 @@ class Record:
         """(index, address, strides, suspect): suspect if version or storage changed since remember()."""
         address, strides = address_of(p), strides_of(p)
         suspect = p._version != self.version or address != self.address or strides != self.strides
+        if self.device is not None and strides is not None:
+            self.copy = p.detach().contiguous()
+            address, strides = address_of(self.copy), None
         return (self.index, address, strides, suspect)
+
+    def gradient_of(self, gradient):
+        """The gradient as the engine takes it: contiguous on a GPU, any strides on the CPU."""
+        return gradient if self.device is None else gradient.contiguous()
+
+    def copy_back(self, p):
+        """Takes over what the engine wrote into the copy."""
+        if self.copy is not None:
+            p.copy_(self.copy)
+            self.copy = None
 
     def forget(self):
         """Makes the next call look for edits."""
@@ -176,6 +202,8 @@ class Record:
 
 def mark_written(written, seen, records):
     """Bumps the versions of what the engine wrote, as in-place operations do, and remembers all that it has seen."""
+    for p in written:
+        records[p].copy_back(p)
     _increment_versions(written)
     for p in seen:
         records[p].remember(p)
