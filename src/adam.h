@@ -9,12 +9,7 @@
 #include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define ZENFLOW_INLINE static __host__ __device__ __forceinline__
-#else
-#define ZENFLOW_INLINE static inline __attribute__((always_inline))
-#define ZENFLOW_MEMBER inline __attribute__((always_inline))
-#endif
+#include "host_device.h"
 
 namespace zenflow {
 

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace zenflow {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
@@ -25,24 +27,24 @@ struct BitsOf<DType::kFloat32> {
   using type = uint32_t;
 };
 
-static inline float float_from_bits(uint32_t bits) {
+ZENFLOW_INLINE float float_from_bits(uint32_t bits) {
   return __builtin_bit_cast(float, bits);
 }
-static inline uint32_t bits_from_float(float value) {
+ZENFLOW_INLINE uint32_t bits_from_float(float value) {
   return __builtin_bit_cast(uint32_t, value);
 }
 
-static inline float widen_bfloat16(uint16_t bits) {
+ZENFLOW_INLINE float widen_bfloat16(uint16_t bits) {
   return float_from_bits(static_cast<uint32_t>(bits) << 16);
 }
 
-static inline uint16_t round_to_bfloat16(float value) {
+ZENFLOW_INLINE uint16_t round_to_bfloat16(float value) {
   const uint32_t bits = bits_from_float(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-static inline float widen_float16(uint16_t bits) {
+ZENFLOW_INLINE float widen_float16(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
   const uint32_t exponent = (bits >> 10) & 0x1fu;
   const uint32_t mantissa = bits & 0x3ffu;
@@ -53,7 +55,7 @@ static inline float widen_float16(uint16_t bits) {
   return float_from_bits(sign | bits_from_float(magnitude));
 }
 
-static inline uint16_t round_to_float16(float value) {
+ZENFLOW_INLINE uint16_t round_to_float16(float value) {
   const uint32_t bits = bits_from_float(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -73,17 +75,36 @@ static inline uint16_t round_to_float16(float value) {
 }
 
 template <DType D>
-static inline float widen(typename BitsOf<D>::type bits) {
-  if constexpr (D == DType::kFloat32) return float_from_bits(bits);
-  if constexpr (D == DType::kBFloat16) return widen_bfloat16(bits);
-  if constexpr (D == DType::kFloat16) return widen_float16(bits);
+ZENFLOW_INLINE float widen(typename BitsOf<D>::type bits) {
+  if constexpr (D == DType::kFloat32) {
+    return float_from_bits(bits);
+  } else if constexpr (D == DType::kBFloat16) {
+    return widen_bfloat16(bits);
+  } else {
+    return widen_float16(bits);
+  }
 }
 
 template <DType D>
-static inline typename BitsOf<D>::type round_to(float value) {
-  if constexpr (D == DType::kFloat32) return bits_from_float(value);
-  if constexpr (D == DType::kBFloat16) return round_to_bfloat16(value);
-  if constexpr (D == DType::kFloat16) return round_to_float16(value);
+ZENFLOW_INLINE typename BitsOf<D>::type round_to(float value) {
+  if constexpr (D == DType::kFloat32) {
+    return bits_from_float(value);
+  } else if constexpr (D == DType::kBFloat16) {
+    return round_to_bfloat16(value);
+  } else {
+    return round_to_float16(value);
+  }
+}
+
+ZENFLOW_INLINE bool is_nan_bits(DType dtype, uint32_t bits) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return (bits & 0x7fffu) > 0x7f80u;
+    case DType::kFloat16:
+      return (bits & 0x7fffu) > 0x7c00u;
+    default:
+      return (bits & 0x7fffffffu) > 0x7f800000u;
+  }
 }
 
 // Calls f with the dtype as a compile-time constant: `with_dtype(d, [&]<DType D>() { ... })`.

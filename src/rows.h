@@ -52,17 +52,6 @@ void gather_row(const T* full, const std::vector<int32_t>& columns, int64_t r, T
   for (int64_t i = 0; i < width; ++i) array[r * width + i] = full[columns[static_cast<size_t>(i)]];
 }
 
-inline bool is_nan_bits(DType dtype, uint32_t bits) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return (bits & 0x7fffu) > 0x7f80u;
-    case DType::kFloat16:
-      return (bits & 0x7fffu) > 0x7c00u;
-    default:
-      return (bits & 0x7fffffffu) > 0x7f800000u;
-  }
-}
-
 // The same for one row whose type is known at run time only.
 inline void gather_run(DType dtype, const void* row, const std::vector<int32_t>& columns, void* run) {
   with_bits(dtype, [&]<class Bits>() {
