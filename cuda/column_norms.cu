@@ -1,91 +1,174 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/column_norms.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
-#include "cuda/launch.h"
+#include "adam.h"
+#include "cuda/batch.h"
+#include "cuda/elements.h"
 
 namespace zenflow {
 namespace {
 
-constexpr int64_t kBlockRows =
-    128;  // part of the result's definition, like the order of the two sums: not a tuning knob
-constexpr int kThreads = 256;
-constexpr int64_t kMaxGridY = 65535;
+constexpr int64_t kBlockRows = 128;  // part of the result's definition, like the order of all sums here
+constexpr int kPartials = 256;       // the same
+constexpr int kThreads = 64;         // small, so that blocks spread evenly over the device
+constexpr int kRowsInFlight = 16;
+constexpr int kSumsInFlight = 64;
 
-// Widening is exact, denormals and all; the intrinsics are one instruction each.
-template <DType D>
-__device__ float load(const void* data, int64_t i) {
-  if constexpr (D == DType::kBFloat16) {
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-  } else if constexpr (D == DType::kFloat16) {
-    return __half2float(static_cast<const __half*>(data)[i]);
-  } else {
-    return static_cast<const float*>(data)[i];
-  }
+struct Part {
+  const void* gradient;
+  float* sums;  // [row blocks, columns]
+  float* norms;
+  int64_t rows, columns;
+  unsigned first_block, blocks;
+};
+
+int64_t row_blocks(int64_t rows) {
+  return (rows + kBlockRows - 1) / kBlockRows;
 }
 
-int64_t block_count(int64_t rows) {
-  return rows / kBlockRows + (rows % kBlockRows != 0);
-}
+// sums[b, j] = fma chain over the rows of block b, in row order. Bound by reading the gradient: a thread takes 16 bytes
+// of a row and has 16 rows under way; threads count through column groups, then blocks, so that narrow matrices fill
+// warps.
+template <DType D, int kVector>
+__global__ void __launch_bounds__(kThreads) sum_blocks(const Batch<Part> batch) {
+  const Part& part = batch.mine();
+  const int64_t thread = static_cast<int64_t>(blockIdx.x - part.first_block) * kThreads + threadIdx.x;
+  const int64_t groups = part.columns / kVector, block = thread / groups, column = thread % groups * kVector;
+  const int64_t first = block * kBlockRows;
+  if (first >= part.rows) return;
 
-// sums[b, j] = fma chain over the rows of block b, in row order. One thread a column, so a warp reads
-// consecutive elements of a row.
-template <DType D>
-__global__ void sum_blocks(const void* data, int64_t rows, int64_t columns, int64_t row_stride, float* sums) {
-  const int64_t j = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (j >= columns) return;
-  for (int64_t first = blockIdx.y * kBlockRows; first < rows; first += gridDim.y * kBlockRows) {
-    const int64_t end = first + kBlockRows < rows ? first + kBlockRows : rows;
-    float sum = 0.0f;
-    for (int64_t i = first; i < end; ++i) {
-      const float g = load<D>(data, i * row_stride + j);
-      sum = __fmaf_rn(g, g, sum);
+  const Bits<D>* gradient = static_cast<const Bits<D>*>(part.gradient) + first * part.columns + column;
+  const int rows = static_cast<int>(part.rows - first < kBlockRows ? part.rows - first : kBlockRows);
+  float sum[kVector] = {};
+  for (int i = 0; i < rows; i += kRowsInFlight) {
+    Pack<Bits<D>, kVector> row[kRowsInFlight];
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      if (i + u < rows) row[u] = load<kVector>(gradient + (i + u) * part.columns);
     }
-    sums[first / kBlockRows * columns + j] = sum;
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      if (i + u >= rows) break;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        const float g = to_float<D>(row[u].item[v]);
+        sum[v] = fma(g, g, sum[v]);
+      }
+    }
   }
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) part.sums[block * part.columns + column + v] = sum[v];
 }
 
-// norms[j] = ((0 + sums[0, j]) + sums[1, j]) + ...
-__global__ void add_blocks(const float* sums, int64_t blocks, int64_t columns, float* norms) {
-  const int64_t j = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (j >= columns) return;
+// norms[j] = ((0 + sums[0, j]) + sums[1, j]) + ... Bound by latency: a thread has 64 loads under way. Adding 0 beyond
+// the last block changes nothing, since no sum is -0.
+__global__ void __launch_bounds__(kThreads) add_blocks(const Batch<Part> batch) {
+  const Part& part = batch.mine();
+  const int64_t j = static_cast<int64_t>(blockIdx.x - part.first_block) * kThreads + threadIdx.x;
+  if (j >= part.columns) return;
+  const int64_t blocks = (part.rows + kBlockRows - 1) / kBlockRows;
   float norm = 0.0f;
-  for (int64_t b = 0; b < blocks; ++b) norm = __fadd_rn(norm, sums[b * columns + j]);
-  norms[j] = norm;
+  for (int64_t b = 0; b < blocks; b += kSumsInFlight) {
+    float sum[kSumsInFlight];
+#pragma unroll
+    for (int u = 0; u < kSumsInFlight; ++u) sum[u] = b + u < blocks ? part.sums[(b + u) * part.columns + j] : 0.0f;
+#pragma unroll
+    for (int u = 0; u < kSumsInFlight; ++u) norm = norm + sum[u];
+  }
+  part.norms[j] = norm;
 }
 
-auto sum_blocks_of(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return sum_blocks<DType::kBFloat16>;
-    case DType::kFloat16:
-      return sum_blocks<DType::kFloat16>;
-    default:
-      return sum_blocks<DType::kFloat32>;
+struct SquareTask {
+  const float* norms;
+  double* squared;
+  int64_t columns;
+  unsigned first_block, blocks;
+};
+
+// One block a task, one thread a partial sum. Bound by latency, and little to read.
+__global__ void __launch_bounds__(kPartials) add_columns(const Batch<SquareTask> batch) {
+  __shared__ double partials[kPartials];
+  const SquareTask& task = batch.mine();
+  double partial = 0.0;
+#pragma unroll 8
+  for (int64_t j = threadIdx.x; j < task.columns; j += kPartials) partial += static_cast<double>(task.norms[j]);
+  partials[threadIdx.x] = partial;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  double total = 0.0;
+#pragma unroll 16
+  for (int i = 0; i < kPartials; ++i) total += partials[i];
+  *task.squared = total;
+}
+
+// One warp, so that 32 terms are loaded at once; every lane adds them in order. Bound by latency.
+__global__ void __launch_bounds__(32)
+    add_tasks(const double* squared, int64_t count, double max_norm, double* norm, float* coefficient) {
+  double total = 0.0;
+  for (int64_t first = 0; first < count; first += 32) {
+    const double mine = first + threadIdx.x < count ? squared[first + threadIdx.x] : 0.0;
+#pragma unroll
+    for (int lane = 0; lane < 32; ++lane) total += __shfl_sync(0xffffffffu, mine, lane);
   }
+  if (threadIdx.x != 0) return;
+  const double root = ::sqrt(total);
+  const double ratio = max_norm / (root + 1e-6);
+  *norm = root;
+  *coefficient = root < HUGE_VAL && ratio < 1.0 ? static_cast<float>(ratio) : 1.0f;
+}
+
+// Launches sum_blocks for the tasks of one dtype that are aligned for packs of 16 bytes, or that are not.
+template <DType D, int kVector>
+void sum_blocks_of(const std::vector<NormTask>& tasks, const std::vector<Part>& parts, Stream stream) {
+  std::vector<Part> mine;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    Part part = parts[i];
+    const bool wide = is_aligned(part.gradient, 16) && part.columns * item_size(D) % 16 == 0;
+    if (tasks[i].dtype != D || wide != (kVector > 1) || part.rows == 0 || part.columns == 0) continue;
+    part.blocks = static_cast<unsigned>((row_blocks(part.rows) * (part.columns / kVector) + kThreads - 1) / kThreads);
+    mine.push_back(part);
+  }
+  launch_batches(sum_blocks<D, kVector>, mine, kThreads, stream);
 }
 
 }  // namespace
 
-int64_t column_norms_scratch(int64_t rows, int64_t columns) {
-  return block_count(rows) * columns;
+int64_t column_norms_scratch(const std::vector<NormTask>& tasks) {
+  int64_t floats = 0;
+  for (const NormTask& task : tasks) floats += task.rows > kBlockRows ? row_blocks(task.rows) * task.columns : 0;
+  return floats;
 }
 
-void column_norms(const DeviceMatrix& gradient, float* scratch, float* norms, Stream stream) {
-  if (gradient.columns == 0) return;
-
-  const int64_t blocks = block_count(gradient.rows);
-  const auto across = static_cast<unsigned>((gradient.columns + kThreads - 1) / kThreads);
-  const auto down = static_cast<unsigned>(std::min(blocks, kMaxGridY));
-  if (blocks > 0) {
-    launch(sum_blocks_of(gradient.dtype), Grid(dim3(across, down), kThreads), stream, gradient.data, gradient.rows,
-           gradient.columns, gradient.row_stride, scratch);
+void column_norms(const std::vector<NormTask>& tasks, float* scratch, Stream stream) {
+  std::vector<Part> parts, rest;
+  for (const NormTask& task : tasks) {
+    const bool one_block = task.rows > 0 && task.rows <= kBlockRows;  // its sums are the norms
+    const auto blocks = static_cast<unsigned>((task.columns + kThreads - 1) / kThreads);
+    parts.push_back({task.gradient, one_block ? task.norms : scratch, task.norms, task.rows, task.columns, 0, blocks});
+    if (one_block || task.columns == 0) continue;
+    rest.push_back(parts.back());
+    scratch += row_blocks(task.rows) * task.columns;
   }
-  launch(add_blocks, Grid(across, kThreads), stream, scratch, blocks, gradient.columns, norms);
+  sum_blocks_of<DType::kFloat32, 4>(tasks, parts, stream);
+  sum_blocks_of<DType::kFloat32, 1>(tasks, parts, stream);
+  sum_blocks_of<DType::kBFloat16, 8>(tasks, parts, stream);
+  sum_blocks_of<DType::kBFloat16, 1>(tasks, parts, stream);
+  sum_blocks_of<DType::kFloat16, 8>(tasks, parts, stream);
+  sum_blocks_of<DType::kFloat16, 1>(tasks, parts, stream);
+  launch_batches(add_blocks, rest, kThreads, stream);
+}
+
+void squared_norms(const std::vector<NormTask>& tasks, double* squared, Stream stream) {
+  std::vector<SquareTask> each;
+  for (const NormTask& task : tasks) each.push_back({task.norms, squared++, task.columns, 0, 1});
+  launch_batches(add_columns, each, kPartials, stream);
+}
+
+void clip_coefficient(const double* squared, int64_t count, double max_norm, double* norm, float* coefficient,
+                      Stream stream) {
+  launch(add_tasks, Grid(1, 32), stream, squared, count, max_norm, norm, coefficient);
 }
 
 }  // namespace zenflow

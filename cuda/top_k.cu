@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/top_k.h"
+
+#include "cuda/batch.h"
+#include "dtype.h"
+
+namespace zenflow {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+constexpr int kKeyBits = 31;
+constexpr unsigned kAll = 0xffffffffu;
+
+struct Task {
+  const float* norms;
+  int64_t columns, k;
+  int32_t* selected;
+  unsigned first_block, blocks;
+};
+
+// Orders as the selection does: 0 for a non-finite norm, else larger for a larger norm.
+__device__ __forceinline__ uint32_t order_key(float norm) {
+  const uint32_t magnitude = bits_from_float(norm) & 0x7fffffffu;
+  return magnitude < 0x7f800000u ? magnitude + 1 : 0;
+}
+
+// One block a task. First the k-th largest key, bit by bit from the top: the largest `least` that k keys reach. Then,
+// in one ordered sweep, all keys above it and the first ones equal to it. A warp owns adjacent columns, so one barrier
+// orders the sweep. Bound by the latency of 31 counting rounds, so a thread holds its keys in registers (kHeld of them;
+// 0: too many, they are read again) and each round has its own counter, hence one barrier.
+template <int kHeld>
+__global__ void __launch_bounds__(kThreads) select_largest(const Batch<Task> batch) {
+  __shared__ int reached[kKeyBits], above_in[kWarps], equal_in[kWarps];
+  const Task& task = batch.mine();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int count = kHeld > 0 ? kHeld : static_cast<int>((task.columns + kThreads - 1) / kThreads);
+  const int64_t begin = static_cast<int64_t>(warp) * count * 32 + lane;
+  const auto read_key = [&](int i) {
+    return begin + i * 32 < task.columns ? order_key(task.norms[begin + i * 32]) : 0;
+  };
+  uint32_t held[kHeld > 0 ? kHeld : 1];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) held[i] = read_key(i);
+  const auto key = [&](int i) { return kHeld > 0 ? held[kHeld > 0 ? i : 0] : read_key(i); };
+
+  if (threadIdx.x < kKeyBits) reached[threadIdx.x] = 0;
+  __syncthreads();
+  uint32_t least = 0;
+  for (int bit = kKeyBits - 1; bit >= 0; --bit) {
+    const uint32_t candidate = least | 1u << bit;
+    unsigned mine = 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) mine += key(i) >= candidate;
+    mine = __reduce_add_sync(kAll, mine);
+    if (lane == 0) atomicAdd(&reached[bit], static_cast<int>(mine));
+    __syncthreads();
+    if (reached[bit] >= task.k) least = candidate;
+  }
+
+  const auto is_equal = [&](int i) { return key(i) == least && begin + i * 32 < task.columns; };
+  int above = 0, equal = 0;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    above += __popc(__ballot_sync(kAll, key(i) > least));
+    equal += __popc(__ballot_sync(kAll, is_equal(i)));
+  }
+  if (lane == 0) above_in[warp] = above, equal_in[warp] = equal;
+  __syncthreads();
+  const int wanted = static_cast<int>(task.k) - static_cast<int>(__reduce_add_sync(kAll, unsigned(above_in[lane])));
+  above = static_cast<int>(__reduce_add_sync(kAll, lane < warp ? unsigned(above_in[lane]) : 0u));
+  equal = static_cast<int>(__reduce_add_sync(kAll, lane < warp ? unsigned(equal_in[lane]) : 0u));
+  const unsigned lower = (1u << lane) - 1;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const unsigned are_above = __ballot_sync(kAll, key(i) > least), are_equal = __ballot_sync(kAll, is_equal(i));
+    const int equal_before = equal + __popc(are_equal & lower);
+    const bool wins = are_above >> lane & 1 || (are_equal >> lane & 1 && equal_before < wanted);
+    const int at = above + __popc(are_above & lower) + (equal_before < wanted ? equal_before : wanted);
+    if (wins) task.selected[at] = static_cast<int32_t>(begin + i * 32);
+    above += __popc(are_above);
+    equal += __popc(are_equal);
+  }
+}
+
+}  // namespace
+
+void top_k(const std::vector<TopKTask>& tasks, Stream stream) {
+  std::vector<Task> few, many, most;
+  for (const TopKTask& task : tasks) {
+    if (task.k == 0) continue;
+    auto& size = task.columns <= 4 * kThreads ? few : task.columns <= 32 * kThreads ? many : most;
+    size.push_back({task.norms, task.columns, task.k, task.selected, 0, 1});
+  }
+  launch_batches(select_largest<4>, few, kThreads, stream);
+  launch_batches(select_largest<32>, many, kThreads, stream);
+  launch_batches(select_largest<0>, most, kThreads, stream);
+}
+
+}  // namespace zenflow
