@@ -29,8 +29,7 @@ void launch(void (*kernel)(Parameters...), const Grid& grid, Stream stream, Argu
   const auto error = std::apply(
       [&](auto&... value) {
         void* addresses[] = {&value..., nullptr};
-        return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, addresses, 0,
-                                stream.handle());
+        return cudaLaunchKernel(kernel, grid.blocks, grid.threads, addresses, 0, stream.handle());
       },
       values);
   check_cuda(error, "kernel launch", grid.file, grid.line);

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "stream.h"
+
+#include <fenv.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "sanitizers.h"
+
+namespace emulation {
+namespace {
+
+int64_t number_from(const char* variable, int64_t otherwise) {
+  const char* text = std::getenv(variable);
+  return text != nullptr ? std::atoll(text) : otherwise;
+}
+
+// What all streams share. Few threads, short sections: one mutex and one condition do.
+struct Machine {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Stream*> streams;
+  std::set<std::string> held;
+  std::atomic<uint64_t> seed = static_cast<uint64_t>(number_from("ZENFLOW_EMULATION_SEED", 1));
+  std::atomic<int64_t> delay_us = number_from("ZENFLOW_EMULATION_DELAY_US", 50);
+};
+
+// Never destroyed: threads of streams may outlive main.
+Machine& machine() {
+  static auto* all = new Machine;
+  return *all;
+}
+
+using Lock = std::unique_lock<std::mutex>;
+
+}  // namespace
+
+Stream::Stream(int device, const std::string& label)
+    : device_(device), label_(label), random_(seed() + std::hash<std::string>()(label)) {}
+
+std::shared_ptr<Stream> Stream::make(int device, const std::string& label) {
+  auto stream = std::make_shared<Stream>(device, label);
+  {
+    const Lock lock(machine().mutex);
+    machine().streams.push_back(stream.get());
+    stream->held_ = machine().held.count(label) > 0;
+  }
+  std::thread([stream] {
+    const Invisible invisible;
+    stream->run();
+  }).detach();
+  return stream;
+}
+
+uint64_t Stream::push(Work work, std::vector<Span> touches) {
+  auto operation = std::make_unique<Operation>(Operation{std::move(work), std::move(touches), 0});
+  release(operation.get());
+  const Lock lock(machine().mutex);
+  operation->sequence = ++queued_;
+  queue_.push_back(std::move(operation));
+  machine().changed.notify_all();
+  return queued_;
+}
+
+void Stream::queue(Work work, std::vector<Span> touches) {
+  push(std::move(work), std::move(touches));
+}
+
+std::shared_ptr<Record> Stream::record() {
+  auto record = std::make_shared<Record>();
+  record->stream = shared_from_this();
+  const auto complete = [record](Random&) {
+    release(record.get());
+    const Lock lock(machine().mutex);
+    record->time = std::chrono::steady_clock::now();
+    record->done = true;
+    machine().changed.notify_all();
+  };
+  // The worker may complete it before this returns, but nobody asks for its sequence before that.
+  record->sequence = push(complete, {});
+  return record;
+}
+
+void Stream::wait(std::shared_ptr<Record> record) {
+  push(
+      [this, record](Random&) {
+        {
+          Lock lock(machine().mutex);
+          blocked_ = true;
+          if (!record->done) record->stream->demand(record->sequence);
+          machine().changed.notify_all();
+          machine().changed.wait(lock, [&] { return record->done; });
+          blocked_ = false;
+        }
+        acquire(record.get());
+      },
+      {});
+}
+
+bool Stream::query() {
+  {
+    const Lock lock(machine().mutex);
+    demand(queued_);
+    if (!queue_.empty()) return false;
+  }
+  acquire(this);
+  return true;
+}
+
+void Stream::close() {
+  const Lock lock(machine().mutex);
+  closed_ = true;
+  demand(queued_);
+}
+
+void Stream::demand(uint64_t sequence) {
+  if (sequence <= demanded_) return;
+  demanded_ = sequence;
+  machine().changed.notify_all();
+}
+
+bool Stream::may_run() const {
+  if (queue_.empty()) return closed_;
+  if (!held_) return true;
+  if (queue_.front()->sequence > demanded_) return false;
+  const auto& streams = machine().streams;
+  return std::all_of(streams.begin(), streams.end(), [](const Stream* s) { return s->held_ || s->is_resting(); });
+}
+
+void Stream::sleep_a_while() {
+  const int64_t most = machine().delay_us;
+  if (most <= 0) return;
+  const int64_t choice = random_.below(4);
+  if (choice == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_.below(most) + 1));
+  if (choice == 1) std::this_thread::yield();
+}
+
+void Stream::run(const Operation& operation) {
+  sleep_a_while();
+  acquire(&operation);
+  operation.work(random_);
+  release(this);
+}
+
+void Stream::run() {
+  fesetenv(FE_DFL_ENV);  // a device knows nothing of the host's rounding or flush-to-zero
+  for (;;) {
+    const Operation* operation = nullptr;
+    {
+      Lock lock(machine().mutex);
+      machine().changed.wait(lock, [&] { return may_run(); });
+      if (queue_.empty()) {
+        auto& streams = machine().streams;
+        streams.erase(std::find(streams.begin(), streams.end(), this));
+        return;
+      }
+      operation = queue_.front().get();
+    }
+    run(*operation);
+    const Lock lock(machine().mutex);
+    queue_.pop_front();
+    machine().changed.notify_all();
+  }
+}
+
+void await(const std::shared_ptr<Record>& record) {
+  Lock lock(machine().mutex);
+  if (!record->done) record->stream->demand(record->sequence);
+  machine().changed.wait(lock, [&] { return record->done; });
+}
+
+void wait_for(const std::shared_ptr<Record>& record) {
+  await(record);
+  acquire(record.get());
+}
+
+bool is_done(const std::shared_ptr<Record>& record) {
+  {
+    const Lock lock(machine().mutex);
+    if (!record->done) record->stream->demand(record->sequence);
+    if (!record->done) return false;
+  }
+  acquire(record.get());
+  return true;
+}
+
+bool queued_work_touches(Span bytes) {
+  const Lock lock(machine().mutex);
+  for (const Stream* stream : machine().streams) {
+    for (const auto& operation : stream->queue_) {
+      for (const Span& touched : operation->touches) {
+        if (touched.begin < bytes.begin + bytes.bytes && bytes.begin < touched.begin + touched.bytes) return true;
+      }
+    }
+  }
+  return false;
+}
+
+void set_seed(uint64_t seed) {
+  machine().seed = seed;
+}
+
+uint64_t seed() {
+  return machine().seed;
+}
+
+void set_delay(int64_t microseconds) {
+  machine().delay_us = microseconds;
+}
+
+void hold(const std::vector<std::string>& labels) {
+  const Lock lock(machine().mutex);
+  machine().held = {labels.begin(), labels.end()};
+  for (Stream* stream : machine().streams) stream->held_ = machine().held.count(stream->label_) > 0;
+  machine().changed.notify_all();
+}
+
+}  // namespace emulation
