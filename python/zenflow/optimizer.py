@@ -16,11 +16,14 @@ from torch.optim import Optimizer
 
 from zenflow import _C, devices
 from zenflow import state as canonical
+from zenflow.offload import GradientOffload
+from zenflow.offloaded_gradient import OffloadedGradient
 from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, reject_unsupported
 from zenflow.stats import make_stats
 from zenflow.store import Store, splits
 from zenflow.tensors import (
     DTYPE_CODES,
+    STAGED,
     address_of,
     all_finite,
     check_parameter,
@@ -64,6 +67,10 @@ class ZenFlowOptimizer(Optimizer):
         host_buffer: "ring" keeps a window's gradients and updates in one pass; "stream" folds each in as it comes, in
             less memory; "auto" takes the first that fits. Equal bits.
         skip_nonfinite: leave the whole step out if any gradient holds an Inf or NaN; counted in stats().
+        offload_gradients: gradients of split parameters leave during backward and their memory is freed; same bits
+            (docs/offload-gradients.md). To clip, use max_grad_norm; GradScaler is refused.
+        gradient_accumulation_steps: with offload_gradients, how many backward passes make up a step: gradients leave in
+            the last one. None: in each one, or as accumulate() says.
 
     Raises:
         ValueError: a value is out of its range, or an option of AdamW is not supported; the message says what to do.
@@ -94,6 +101,8 @@ class ZenFlowOptimizer(Optimizer):
         pt_reserved_cores_perc=0.5,
         host_buffer="auto",
         skip_nonfinite=False,
+        offload_gradients=False,
+        gradient_accumulation_steps=None,
         maximize=False,
         **unsupported,
     ):
@@ -113,6 +122,8 @@ class ZenFlowOptimizer(Optimizer):
             pt_reserved_cores_perc=pt_reserved_cores_perc,
             host_buffer=host_buffer,
             skip_nonfinite=skip_nonfinite,
+            offload_gradients=offload_gradients,
+            gradient_accumulation_steps=gradient_accumulation_steps,
         )
         defaults = {
             "lr": lr,
@@ -138,6 +149,8 @@ class ZenFlowOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        if self._offload:
+            self._offload.follow()
 
     # Training
 
@@ -171,40 +184,61 @@ class ZenFlowOptimizer(Optimizer):
             )
 
         parameters = self._validated_parameters()
-        if self._settings.skip_nonfinite and not all_finite(p.grad for p, _ in parameters if p.grad is not None):
+        if self._settings.skip_nonfinite and not self._all_finite(parameters):
             self._skipped_steps += 1
+            if self._offload:
+                self._offload.restart()
             return loss
         self._follow_changes()
         self._make_room(parameters)
         plan = self._settings.plan(self._store.engine.clock)
+        if self._offload:
+            parameters = self._offload.fit(parameters, plan, self._store)
         self._lend_blocks(parameters, plan)
         self._commit(parameters, plan)
+        if self._offload:
+            self._offload.taken()
         return loss
 
     def _validated_parameters(self):
-        """(p, index of its group) of all that have state or a gradient, each once; raises before anything changes."""
+        """(p, index of its group, gradient) of all that have state or a gradient, each once; raises before anything
+        changes."""
         known = self._store.records if self._store else {}
         parameters = {}
         for index, group in enumerate(self.param_groups):
             check_layout(group)
             for p in group["params"]:
-                gradient = p.grad
+                gradient = self._offload.gradient_of(p) if self._offload else p.grad
                 if gradient is None:
                     if p in known:
-                        parameters[p] = index
+                        parameters[p] = index, None
                     continue
                 if not is_plain(p, gradient):
                     check_step(p, gradient, self._name(p))
-                parameters[p] = index
-        return list(parameters.items())
+                parameters[p] = index, gradient
+        return [(p, index, gradient) for p, (index, gradient) in parameters.items()]
+
+    def _all_finite(self, parameters):
+        gradients = [gradient for _, _, gradient in parameters if gradient is not None]
+        return self._offload.all_finite(gradients) if self._offload else all_finite(gradients)
 
     def _make_room(self, parameters):
         """Gives state to parameters that have their first gradient; raises MemoryError before anything is allocated."""
-        if self._store is None:
-            self._store = Store(self._settings, self._layout(), self.param_groups, self.state)
-        new = [p for p, _ in parameters if p not in self._store.records]
+        self._open_store()
+        new = [p for p, _, _ in parameters if p not in self._store.records]
         if new:
             self._store.add(self._layout(new))
+
+    def _open_store(self):
+        if self._store is None:
+            self._store = Store(self._settings, self._layout(), self.param_groups, self.state)
+
+    def _store_in_backward(self):
+        """The store, if gradients may go to it at once; None if only step() can bring it up to date."""
+        if self._outdated or self._owes_training:
+            return None
+        self._open_store()
+        return self._store
 
     def _lend_blocks(self, parameters, plan):
         """Memory for selected columns where this step selects: at its time, or at a parameter's first gradient."""
@@ -213,26 +247,31 @@ class ZenFlowOptimizer(Optimizer):
         records, engine = self._store.records, self._store.engine
         self._store.lend_blocks(
             (p, self.param_groups[group]["topk_ratio"])
-            for p, group in parameters
-            if records[p].split and p.grad is not None and (plan.selects or not engine.has_selection(records[p].index))
+            for p, group, gradient in parameters
+            if records[p].split
+            and gradient is not None
+            and (plan.selects or not engine.has_selection(records[p].index))
         )
 
     def _commit(self, parameters, plan):
         """Everything that the step changes, in one native call: an interrupt falls before or after it."""
         records, rows, written, gradients = self._store.records, [], [], []
-        for p, group in parameters:
-            record, gradient = records[p], p.grad
+        for p, group, gradient in parameters:
+            record = records[p]
             check_weight(p, record, self.param_groups)
             row = record.weight_row(p)
             if gradient is None:
                 rows.append((*row, 0, 0, None, group))
                 if plan.publishes and record.split:
                     written.append(p)
+                continue
+            written.append(p)
+            if isinstance(gradient, OffloadedGradient):
+                rows.append((*row, 0, STAGED, None, group))
             else:
                 gradient = record.gradient_of(gradient)
                 gradients.append(gradient)  # until the call has queued what reads it
                 rows.append((*row, address_of(gradient), DTYPE_CODES[gradient.dtype], strides_of(gradient), group))
-                written.append(p)
         groups = [
             (*(float(x) for x in (g["lr"], *g["betas"], g["eps"], g["weight_decay"])), g["maximize"])
             for g in self.param_groups
@@ -240,8 +279,18 @@ class ZenFlowOptimizer(Optimizer):
         clip = self._settings.max_grad_norm or 0.0
         self._store.use_current_streams()
         self._store.engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
-        mark_written(written, [p for p, _ in parameters], records)
+        mark_written(written, [p for p, _, _ in parameters], records)
         self._store.warn_of_pageable_memory()
+
+    def zero_grad(self, set_to_none=True):
+        """As in torch. With gradient_accumulation_steps, the next backward is the first of a step."""
+        super().zero_grad(set_to_none)
+        if self._offload:
+            self._offload.restart()
+
+    def accumulate(self):
+        """With offload_gradients: a context for all of a step's backward passes but the last. Else it does nothing."""
+        return self._offload.accumulating() if self._offload else contextlib.nullcontext()
 
     # Between steps
 
@@ -345,6 +394,8 @@ class ZenFlowOptimizer(Optimizer):
         self._settings = state["_settings"]
         self._clear()
         super().__setstate__({**state, "state": collections.defaultdict(dict)})
+        if self._offload:
+            self._offload.follow()
         self._restore(state["state"], [dict(group) for group in self.param_groups])
 
     def _canonical_state(self):
@@ -376,6 +427,8 @@ class ZenFlowOptimizer(Optimizer):
 
     def _take_over(self, store, groups, outdated):
         state = store.state if store else collections.defaultdict(dict)
+        if self._offload:
+            self._offload.bring_back()
         # No call between these: an interrupt falls before all of them or after.
         self._store, self.state, self.param_groups = store, state, groups
         self._outdated, self._owes_training = outdated, False
@@ -385,6 +438,8 @@ class ZenFlowOptimizer(Optimizer):
         """Catches up with what changed between calls: a model moved to another dtype, a checkpoint's other schedule."""
         if self._store is None:
             return
+        if self._offload:
+            self._offload.follow_changes(self._store, self._outdated)
         self._store.follow_dtypes()
         if self._owes_training and not self._shows_settled:
             self._store.write_weights(_C.Engine.show_training)
@@ -423,6 +478,7 @@ class ZenFlowOptimizer(Optimizer):
             )
 
     def _clear(self):
+        self._offload = GradientOffload(self, self._settings) if self._settings.offload_gradients else None
         self._store = None  # until the first step
         self._outdated = False  # whether the store runs under a checkpoint's schedule
         self._shows_settled = False  # inside settled()

@@ -95,6 +95,8 @@ class Settings:
     num_threads: int | None = None
     pt_reserved_cores_perc: float = 0.5
     host_buffer: str = "auto"
+    offload_gradients: bool = False
+    gradient_accumulation_steps: int | None = None
 
     def __post_init__(self):
         for name in ("update_interval", "update_delay"):
@@ -125,9 +127,12 @@ class Settings:
         norm = self.max_grad_norm
         if norm is not None and (not _is_number(norm) or not 0.0 < norm < math.inf):
             raise ValueError(f"max_grad_norm must be None or a number > 0, got {norm!r}")
-        if not isinstance(self.skip_nonfinite, bool):
-            raise ValueError(f"skip_nonfinite must be True or False, got {self.skip_nonfinite!r}")
+        for name in ("skip_nonfinite", "offload_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_integer("min_offload_numel", self.min_offload_numel, 0)
+        if self.gradient_accumulation_steps is not None:
+            _check_integer("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         if self.num_threads is not None:
             _check_integer("num_threads", self.num_threads, 1)
         share = self.pt_reserved_cores_perc

@@ -39,6 +39,7 @@ class Store:
         self.mean = settings.deferred_rule == "mean"
         self.host_buffer = memory.choose_host_buffer(settings.host_buffer, expected, settings)
         self.records = {}  # by parameter
+        self._prepared = {}  # records of parameters that no step has seen yet
         self._device_memory = {}  # of each GPU
         self._warned = False
         self._engine_devices = {None: 0}  # the engine's number of each device
@@ -59,12 +60,24 @@ class Store:
         """Makes records for (p, split, topk_ratio) triples; the engine reads their weights in its next call."""
         memory.choose_host_buffer(self.host_buffer, parameters, self.settings)
         for p, split, _ in parameters:
-            self._keep(p, self._make_record(p, split))
+            record = self._prepared.pop(p, None)
+            self._keep(p, record if record and record.is_for(p) else self._make_record(p, split))
+
+    def prepare(self, p, split, topk_ratio):
+        """p's record; a new one, for a gradient that no step has taken yet, is none of the optimizer's state."""
+        record = self.record_of(p)
+        if record is None:
+            memory.choose_host_buffer(self.host_buffer, [(p, split, topk_ratio)], self.settings)
+            record = self._prepared[p] = self._make_record(p, split)
+        return record
+
+    def record_of(self, p):
+        return self.records.get(p) or self._prepared.get(p)
 
     def lend_blocks(self, parameters):
         """Memory for the columns that the next step selects, for (p, topk_ratio) pairs whose number of them is new."""
         for p, ratio in parameters:
-            record = self.records[p]
+            record = self.record_of(p)
             width = selected_count(ratio, record.columns)
             if self.engine.next_width(record.index) != width:
                 self._lend(record, width)

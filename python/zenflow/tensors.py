@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from zenflow import devices
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STAGED = -1  # in a row, in place of a dtype: the gradient is the one that the engine has staged
 _DTYPE_NAMES = "float32, bfloat16 or float16"
 
 
@@ -73,7 +74,7 @@ def parameter_name(groups, parameter):
 
 def check_weight(p, record, groups):
     """Raises if p is no longer the tensor that its state was made for; dtypes are followed before."""
-    if p.shape != record.shape or p.dtype is not record.dtype or devices.device_of(p) != record.device:
+    if not record.is_for(p):
         raise RuntimeError(
             f"{parameter_name(groups, p)} had shape {tuple(record.shape)} and {record.dtype} on "
             f"{_device_name(record.device)}, and now has {tuple(p.shape)}, {p.dtype} on {p.device}: change it back, or "
@@ -171,6 +172,10 @@ class Record:
         self.step = step  # 0-d float32 that the engine counts in
         self.blocks = []  # (master, exp_avg, exp_avg_sq) of selected columns, [rows, width] fp32: in use, lent for next
         self.address = self.version = self.strides = None
+
+    def is_for(self, p):
+        """Whether p is still what its state was made for."""
+        return p.shape == self.shape and p.dtype is self.dtype and devices.device_of(p) == self.device
 
     def weight_row(self, p):
         """(index, address, strides, suspect): suspect if version or storage changed since remember()."""
