@@ -33,8 +33,7 @@ struct Batch {
 template <class Task, class... Parameters, class... Arguments>
 void launch_batches(void (*kernel)(Batch<Task>, Parameters...), const std::vector<Task>& tasks, int threads,
                     Stream stream, Arguments... arguments) {
-  Batch<Task> batch;
-  batch.count = 0;
+  Batch<Task> batch{};
   int64_t blocks = 0;
   const auto flush = [&] {
     if (batch.count == 0) return;
