@@ -28,10 +28,10 @@ __device__ __forceinline__ uint32_t order_key(float norm) {
 // One block a task. First the k-th largest key, bit by bit from the top: the largest `least` that k keys reach. Then,
 // in one ordered sweep, all keys above it and the first ones equal to it. A warp owns adjacent columns, so one barrier
 // orders the sweep. Bound by the latency of 31 counting rounds, so a thread holds its keys in registers (kHeld of them;
-// 0: too many, they are read again) and each round has its own counter, hence one barrier.
+// 0: too many, they are read again) and counts alternate between two places, so that a round needs one barrier.
 template <int kHeld>
 __global__ void __launch_bounds__(kThreads) select_largest(const Batch<Task> batch) {
-  __shared__ int reached[kKeyBits], above_in[kWarps], equal_in[kWarps];
+  __shared__ unsigned reached_in[2][kWarps], above_in[kWarps], equal_in[kWarps];
   const Task& task = batch.mine();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int count = kHeld > 0 ? kHeld : static_cast<int>((task.columns + kThreads - 1) / kThreads);
@@ -44,8 +44,6 @@ __global__ void __launch_bounds__(kThreads) select_largest(const Batch<Task> bat
   for (int i = 0; i < kHeld; ++i) held[i] = read_key(i);
   const auto key = [&](int i) { return kHeld > 0 ? held[kHeld > 0 ? i : 0] : read_key(i); };
 
-  if (threadIdx.x < kKeyBits) reached[threadIdx.x] = 0;
-  __syncthreads();
   uint32_t least = 0;
   for (int bit = kKeyBits - 1; bit >= 0; --bit) {
     const uint32_t candidate = least | 1u << bit;
@@ -53,13 +51,13 @@ __global__ void __launch_bounds__(kThreads) select_largest(const Batch<Task> bat
 #pragma unroll
     for (int i = 0; i < count; ++i) mine += key(i) >= candidate;
     mine = __reduce_add_sync(kAll, mine);
-    if (lane == 0) atomicAdd(&reached[bit], static_cast<int>(mine));
+    if (lane == 0) reached_in[bit % 2][warp] = mine;
     __syncthreads();
-    if (reached[bit] >= task.k) least = candidate;
+    if (__reduce_add_sync(kAll, reached_in[bit % 2][lane]) >= task.k) least = candidate;
   }
 
   const auto is_equal = [&](int i) { return key(i) == least && begin + i * 32 < task.columns; };
-  int above = 0, equal = 0;
+  unsigned above = 0, equal = 0;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     above += __popc(__ballot_sync(kAll, key(i) > least));
@@ -67,16 +65,16 @@ __global__ void __launch_bounds__(kThreads) select_largest(const Batch<Task> bat
   }
   if (lane == 0) above_in[warp] = above, equal_in[warp] = equal;
   __syncthreads();
-  const int wanted = static_cast<int>(task.k) - static_cast<int>(__reduce_add_sync(kAll, unsigned(above_in[lane])));
-  above = static_cast<int>(__reduce_add_sync(kAll, lane < warp ? unsigned(above_in[lane]) : 0u));
-  equal = static_cast<int>(__reduce_add_sync(kAll, lane < warp ? unsigned(equal_in[lane]) : 0u));
+  const unsigned wanted = static_cast<unsigned>(task.k) - __reduce_add_sync(kAll, above_in[lane]);  // equal ones
+  above = __reduce_add_sync(kAll, lane < warp ? above_in[lane] : 0u);
+  equal = __reduce_add_sync(kAll, lane < warp ? equal_in[lane] : 0u);
   const unsigned lower = (1u << lane) - 1;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     const unsigned are_above = __ballot_sync(kAll, key(i) > least), are_equal = __ballot_sync(kAll, is_equal(i));
-    const int equal_before = equal + __popc(are_equal & lower);
+    const unsigned equal_before = equal + __popc(are_equal & lower);
     const bool wins = are_above >> lane & 1 || (are_equal >> lane & 1 && equal_before < wanted);
-    const int at = above + __popc(are_above & lower) + (equal_before < wanted ? equal_before : wanted);
+    const unsigned at = above + __popc(are_above & lower) + (equal_before < wanted ? equal_before : wanted);
     if (wins) task.selected[at] = static_cast<int32_t>(begin + i * 32);
     above += __popc(are_above);
     equal += __popc(are_equal);
