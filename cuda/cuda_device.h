@@ -30,9 +30,13 @@ class CudaDevice : public Device, private PageLocker {
   void on_host(Parameter& parameter, const TensorView& weight, FunctionRef<void(const TensorView&)> work) override;
   void measure(std::span<const Operand* const> operands) override;
   std::vector<double> squared_norms() override;
-  std::optional<Coefficient> clip(double max_norm) override;
+  std::optional<Coefficient> clip(std::span<const Operand* const> operands, double max_norm) override;
   std::optional<double> late_norm() override;
   std::vector<std::vector<int32_t>> top_k(std::span<const size_t> which, std::span<const int64_t> widths) override;
+  std::optional<double> norm_to_stage(const Parameter& parameter) override;
+  double staged_norm(const Parameter& parameter) override;
+  void stage(const Operand& operand) override;
+  void unstage(Parameter& parameter, void* gradient) override;
   void apply(std::span<const ReceivedGradient> gradients) override;
   void swap_columns(Parameter& parameter, const TensorView& weight, const ColumnSwap& swap) override;
   void columns_moved(Parameter& parameter, const TensorView& weight) override;
@@ -59,6 +63,12 @@ class CudaDevice : public Device, private PageLocker {
     uint64_t* checksums = nullptr;  // [slots], of the bits last written
     uint64_t* found = nullptr;      // [slots], working memory
   };
+  // What the device keeps of a staged gradient.
+  struct Kept {
+    Buffer norm;      // its squared norm
+    Buffer selected;  // [rows, width]
+    ColumnMap map;    // where the coming step moves columns
+  };
   // What a step's clipping leaves for the host, in page-locked memory where that is granted.
   struct Clipped {
     double norm;
@@ -77,10 +87,13 @@ class CudaDevice : public Device, private PageLocker {
   void copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind);
   void finish_compute();
 
-  void apply_split(const ReceivedGradient& received);
+  void pack(const SelectivePass& all, char* lane);
   SelectivePass selective_pass(const ReceivedGradient& received);
-  AdamTask whole_task(const ReceivedGradient& received) const;
+  AdamTask adam_task(const ReceivedGradient& received);
+  const float* coefficient() const { return &static_cast<const Clipped*>(clipped_.data)->coefficient; }
+  void upload_corrections(const GradientStep& step, const float*& column_step, const float*& column_root);
   void publish(const Operand& operand);
+  void update_map(ColumnMap& map, const std::vector<int32_t>& slot_columns, const std::vector<int32_t>& block_columns);
   void update_map(const Parameter& parameter, const TensorView& weight);
 
   const int ordinal_;
@@ -93,6 +106,7 @@ class CudaDevice : public Device, private PageLocker {
   Staging staging_;
   Event queued_, published_, norm_known_;
   std::map<const Parameter*, ColumnMap> maps_;
+  std::map<const Parameter*, Kept> kept_;
   bool refuses_page_locks_ = false;
   bool wrote_host_ = false;  // kernels that write host arrays are queued, and no wait of Staging's covers them yet
 
@@ -102,5 +116,16 @@ class CudaDevice : public Device, private PageLocker {
   int64_t clip_count_ = 0;
   bool norm_asked_ = true;
 };
+
+template <class T>
+T* CudaDevice::grown(Buffer& buffer, int64_t count) {
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  if (buffer.bytes < bytes) {
+    release(buffer);
+    buffer.data = memory_->allocate(bytes);
+    buffer.bytes = bytes;
+  }
+  return static_cast<T*>(buffer.data);
+}
 
 }  // namespace zenflow

@@ -43,11 +43,18 @@ std::vector<double> CudaDevice::squared_norms() {
   return squared;
 }
 
-std::optional<Coefficient> CudaDevice::clip(double max_norm) {
+std::optional<Coefficient> CudaDevice::clip(std::span<const Operand* const> operands, double max_norm) {
   const DeviceScope scope(ordinal_);
-  const auto count = static_cast<int64_t>(measured_.size());
-  double* const squared = grown<double>(squared_, count);
-  zenflow::squared_norms(measured_, squared, compute_);
+  const auto count = static_cast<int64_t>(operands.size());
+  const int64_t staged = std::count_if(operands.begin(), operands.end(), [](const Operand* o) { return o->staged; });
+  double* const squared = grown<double>(squared_, count + measured_.size());
+  double* measured = staged > 0 ? squared + count : squared;
+  if (staged < count) zenflow::squared_norms(measured_, measured, compute_);
+  for (int64_t i = 0; staged > 0 && i < count; ++i) {
+    const Operand& o = *operands[i];
+    const void* const from = o.staged ? kept_.at(o.parameter).norm.data : measured++;
+    copy(squared + i, from, sizeof(double), cudaMemcpyDeviceToDevice);
+  }
   auto* const clipped = grown<Clipped>(clipped_, 1);
   clip_coefficient(squared, count, max_norm, &clipped->norm, &clipped->coefficient, compute_);
 
@@ -91,33 +98,45 @@ std::vector<std::vector<int32_t>> CudaDevice::top_k(std::span<const size_t> whic
 void CudaDevice::apply(std::span<const ReceivedGradient> gradients) {
   const DeviceScope scope(ordinal_);
   int64_t packed = 0;
-  for (const ReceivedGradient& g : gradients) {
-    const Parameter& p = *g.operand->parameter;
-    packed += p.deferred_count() * item_size(p.lane_dtype());
+  for (const auto& [o, step] : gradients) {
+    if (!o->staged) packed += o->parameter->deferred_count() * item_size(o->parameter->lane_dtype());
   }
   staging_.begin(compute(), packed);
-  std::vector<AdamTask> whole;
+  std::vector<AdamTask> tasks;
   const float* coefficient = nullptr;
   for (const ReceivedGradient& g : gradients) {
-    if (g.step.late != nullptr) coefficient = &static_cast<const Clipped*>(clipped_.data)->coefficient;
-    if (g.operand->parameter->split()) {
-      apply_split(g);
+    if (g.step.late != nullptr) coefficient = this->coefficient();
+    const Operand& o = *g.operand;
+    if (o.parameter->split() && !o.staged) {
+      pack(selective_pass(g), g.step.lane);
     } else {
-      whole.push_back(whole_task(g));
+      tasks.push_back(adam_task(g));
     }
   }
-  adam(whole, coefficient, compute_);
-  if (packed > 0) wrote_host_ = false;  // the last chunk's wait covers all that was queued before
+  adam(tasks, coefficient, compute_);
   staging_.end();
 }
 
-AdamTask CudaDevice::whole_task(const ReceivedGradient& g) const {
+AdamTask CudaDevice::adam_task(const ReceivedGradient& g) {
   const Operand& o = *g.operand;
   Parameter& p = *o.parameter;
   const ColumnState& block = p.block();
-  return {o.gradient.at(0),  o.gradient.dtype(), o.weight.at(0), p.dtype(),    p.shape().rows,
-          p.shape().columns, p.shape().columns,  nullptr,        block.master, block.exp_avg,
-          block.exp_avg_sq,  g.step.fold,        g.step.move,    nullptr,      nullptr};
+  AdamTask task{};
+  task.gradient = o.staged ? kept_.at(&p).selected.data : o.gradient.at(0);
+  task.gradient_dtype = o.gradient_dtype();
+  task.weight = o.weight.at(0);
+  task.weight_dtype = p.dtype();
+  task.rows = p.shape().rows;
+  task.width = block.width;
+  task.columns = p.shape().columns;
+  task.device_columns = p.split() ? maps_.at(&p).of_block : nullptr;
+  task.master = block.master;
+  task.exp_avg = block.exp_avg;
+  task.exp_avg_sq = block.exp_avg_sq;
+  task.fold = g.step.fold;
+  task.move = g.step.move;
+  upload_corrections(g.step, task.column_step, task.column_root);
+  return task;
 }
 
 SelectivePass CudaDevice::selective_pass(const ReceivedGradient& g) {
@@ -129,7 +148,7 @@ SelectivePass CudaDevice::selective_pass(const ReceivedGradient& g) {
   pass.gradient_dtype = o.gradient.dtype();
   pass.rows = p.shape().rows;
   pass.columns = p.shape().columns;
-  pass.place = maps_.at(&p).place;
+  pass.place = p.shape().count() > 0 ? maps_.at(&p).place : nullptr;
   pass.packed_dtype = p.lane_dtype();
   pass.slots = p.slots();
   pass.weight = o.weight.at(0);
@@ -140,37 +159,72 @@ SelectivePass CudaDevice::selective_pass(const ReceivedGradient& g) {
   pass.width = block.width;
   pass.fold = g.step.fold;
   pass.move = g.step.move;
-  if (g.step.late != nullptr) pass.coefficient = &static_cast<const Clipped*>(clipped_.data)->coefficient;
-  if (!g.step.corrections.empty()) {
-    float* const steps = grown<float>(corrections_, 2 * block.width);
-    copy(steps, g.step.corrections.step.data(), block.width * 4, cudaMemcpyHostToDevice);
-    copy(steps + block.width, g.step.corrections.root.data(), block.width * 4, cudaMemcpyHostToDevice);
-    pass.column_step = steps;
-    pass.column_root = steps + block.width;
-  }
+  pass.coefficient = g.step.late != nullptr ? coefficient() : nullptr;
+  upload_corrections(g.step, pass.column_step, pass.column_root);
   return pass;
 }
 
-// Rows by rows, as much as a chunk holds.
-void CudaDevice::apply_split(const ReceivedGradient& g) {
-  const Parameter& p = *g.operand->parameter;
-  const Matrix shape = p.shape();
-  if (shape.count() == 0) return;
-  const SelectivePass all = selective_pass(g);
-  const int64_t row_bytes = p.slots() * item_size(p.lane_dtype());
-  const int64_t most = row_bytes == 0 ? shape.rows : std::max<int64_t>(1, sizes_.chunk_bytes / row_bytes);
-  for (int64_t first = 0; first < shape.rows; first += most) {
+// One parameter's at a time: the next one's are queued behind the kernel that reads these.
+void CudaDevice::upload_corrections(const GradientStep& step, const float*& column_step, const float*& column_root) {
+  if (step.corrections.empty()) return;
+  const auto width = static_cast<int64_t>(step.corrections.step.size());
+  float* const steps = grown<float>(corrections_, 2 * width);
+  copy(steps, step.corrections.step.data(), width * 4, cudaMemcpyHostToDevice);
+  copy(steps + width, step.corrections.root.data(), width * 4, cudaMemcpyHostToDevice);
+  column_step = steps;
+  column_root = steps + width;
+}
+
+// So many rows at a time as a chunk holds.
+void CudaDevice::pack(const SelectivePass& all, char* lane) {
+  const int64_t row_bytes = all.slots * item_size(all.packed_dtype), gradient_item = item_size(all.gradient_dtype);
+  const int64_t most = row_bytes == 0 ? all.rows : std::max<int64_t>(1, sizes_.chunk_bytes / row_bytes);
+  for (int64_t first = 0; first < all.rows && all.columns > 0; first += most) {
     SelectivePass pass = all;
-    pass.rows = std::min(most, shape.rows - first);
-    const int64_t offset = first * shape.columns, block_offset = first * all.width;
-    pass.gradient = static_cast<const char*>(all.gradient) + offset * item_size(all.gradient_dtype);
-    pass.weight = static_cast<char*>(all.weight) + offset * item_size(all.weight_dtype);
-    pass.master += block_offset;
-    pass.exp_avg += block_offset;
-    pass.exp_avg_sq += block_offset;
-    if (row_bytes > 0) pass.packed = staging_.take(g.step.lane + first * row_bytes, pass.rows * row_bytes);
+    pass.rows = std::min(most, all.rows - first);
+    const int64_t offset = first * all.columns, block_offset = first * all.width;
+    pass.gradient = static_cast<const char*>(all.gradient) + offset * gradient_item;
+    if (all.kept != nullptr) {
+      pass.kept = static_cast<char*>(all.kept) + block_offset * gradient_item;
+    } else {
+      pass.weight = static_cast<char*>(all.weight) + offset * item_size(all.weight_dtype);
+      pass.master += block_offset;
+      pass.exp_avg += block_offset;
+      pass.exp_avg_sq += block_offset;
+    }
+    if (row_bytes > 0) pass.packed = staging_.take(lane + first * row_bytes, pass.rows * row_bytes);
     selective_adam(pass, compute_);
   }
+}
+
+std::optional<double> CudaDevice::norm_to_stage(const Parameter& p) {
+  const DeviceScope scope(ordinal_);
+  zenflow::squared_norms(measured_, grown<double>(kept_[&p].norm, 1), compute_);
+  return std::nullopt;
+}
+
+void CudaDevice::stage(const Operand& o) {
+  const DeviceScope scope(ordinal_);
+  Parameter& p = *o.parameter;
+  const StagedPlaces to = p.staged_places();
+  Kept& kept = kept_[&p];
+  const auto width = static_cast<int64_t>(to.block_columns.size());
+  const int64_t item = item_size(o.gradient.dtype());
+  if (p.staged().moves_columns) update_map(kept.map, to.slot_columns, to.block_columns);
+  SelectivePass pass{};
+  pass.gradient = o.gradient.at(0);
+  pass.gradient_dtype = o.gradient.dtype();
+  pass.rows = p.shape().rows;
+  pass.columns = p.shape().columns;
+  if (p.shape().count() > 0) pass.place = p.staged().moves_columns ? kept.map.place : maps_.at(&p).place;
+  pass.packed_dtype = to.lane_dtype;
+  pass.slots = static_cast<int64_t>(to.slot_columns.size());
+  pass.width = width;
+  pass.kept = grown<char>(kept.selected, std::max<int64_t>(1, pass.rows * width * item));
+  staging_.begin(compute(), 0);
+  pack(pass, to.lane);
+  staging_.end();
+  p.staged_on_device();
 }
 
 void CudaDevice::adopt_deferred_edits(std::span<const Operand* const> operands) {

@@ -31,7 +31,6 @@ CudaDevice::CudaDevice(int ordinal, std::unique_ptr<DeviceMemory> memory, const 
 }
 
 CudaDevice::~CudaDevice() {
-  for (auto& [parameter, map] : maps_) release(map.memory);
   for (Buffer* b : {&norms_, &norm_scratch_, &squared_, &clipped_, &selected_, &corrections_, &upload_}) release(*b);
   (void)cudaStreamDestroy(up_);
 }
@@ -43,17 +42,6 @@ void CudaDevice::use_stream(uintptr_t stream) {
         "the process that trains, or start that with the \"spawn\" method");
   }
   compute_ = Stream::from_handle(stream);
-}
-
-template <class T>
-T* CudaDevice::grown(Buffer& buffer, int64_t count) {
-  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-  if (buffer.bytes < bytes) {
-    release(buffer);
-    buffer.data = memory_->allocate(bytes);
-    buffer.bytes = bytes;
-  }
-  return static_cast<T*>(buffer.data);
 }
 
 void CudaDevice::release(Buffer& buffer) noexcept {
@@ -162,19 +150,47 @@ void CudaDevice::columns_moved(Parameter& p, const TensorView& weight) {
   update_map(p, weight);
 }
 
-void CudaDevice::update_map(const Parameter& p, const TensorView& weight) {
-  if (!p.split() || p.shape().count() == 0) return;
-  const int64_t slots = p.slots(), columns = p.shape().columns, width = columns - slots;
-  ColumnMap& map = maps_[&p];
-  map.checksums = grown<uint64_t>(map.memory, 2 * columns + columns);
+void CudaDevice::update_map(ColumnMap& map, const std::vector<int32_t>& slot_columns,
+                            const std::vector<int32_t>& block_columns) {
+  const auto slots = static_cast<int64_t>(slot_columns.size()), width = static_cast<int64_t>(block_columns.size());
+  const int64_t columns = slots + width;
+  map.checksums = grown<uint64_t>(map.memory, 2 * columns + columns);  // both lists of sums, then the indices
   map.found = map.checksums + columns;
   map.place = reinterpret_cast<int32_t*>(map.found + columns);
   map.of_slots = map.place + columns;
   map.of_block = map.of_slots + slots;
-  copy(map.of_slots, p.slot_columns().data(), slots * 4, cudaMemcpyHostToDevice);
-  copy(map.of_block, p.block_columns().data(), width * 4, cudaMemcpyHostToDevice);
+  copy(map.of_slots, slot_columns.data(), slots * 4, cudaMemcpyHostToDevice);
+  copy(map.of_block, block_columns.data(), width * 4, cudaMemcpyHostToDevice);
   build_place(map.of_slots, slots, map.of_block, width, map.place, compute_);
-  column_checksums(weight.at(0), p.dtype(), p.shape().rows, columns, map.place, slots, map.checksums, compute_);
+}
+
+void CudaDevice::update_map(const Parameter& p, const TensorView& weight) {
+  if (!p.split() || p.shape().count() == 0) return;
+  ColumnMap& map = maps_[&p];
+  update_map(map, p.slot_columns(), p.block_columns());
+  column_checksums(weight.at(0), p.dtype(), p.shape().rows, p.shape().columns, map.place, p.slots(), map.checksums,
+                   compute_);
+}
+
+double CudaDevice::staged_norm(const Parameter& p) {
+  const DeviceScope scope(ordinal_);
+  double squared = 0;
+  copy(&squared, kept_.at(&p).norm.data, sizeof(double), cudaMemcpyDeviceToHost);
+  finish_compute();
+  return squared;
+}
+
+void CudaDevice::unstage(Parameter& p, void* gradient) {
+  const DeviceScope scope(ordinal_);
+  const int64_t rows = p.shape().rows, item = item_size(p.staged().dtype);
+  const auto width = static_cast<int64_t>(p.staged_places().block_columns.size());
+  HostArray whole(p.shape().count() * item);
+  wait();  // the lane, into which the gradient may still be on its way
+  copy(p.staged_selected(), kept_.at(&p).selected.data, rows * width * item, cudaMemcpyDeviceToHost);
+  finish_compute();
+  p.unstage(whole.data());
+  copy(gradient, whole.data(), whole.bytes(), cudaMemcpyHostToDevice);
+  finish_compute();  // the host's copy, which ends here
 }
 
 void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const ColumnSwap& swap) {
@@ -220,10 +236,10 @@ void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const Colu
 }
 
 void CudaDevice::forget(const Parameter& p) {
-  const auto found = maps_.find(&p);
-  if (found == maps_.end()) return;
-  release(found->second.memory);
-  maps_.erase(found);
+  if (const auto map = maps_.extract(&p)) release(map.mapped().memory);
+  if (const auto kept = kept_.extract(&p)) {
+    for (Buffer* b : {&kept.mapped().norm, &kept.mapped().selected, &kept.mapped().map.memory}) release(*b);
+  }
 }
 
 }  // namespace zenflow

@@ -94,9 +94,9 @@ void Staging::send() {
 
 void Staging::end() {
   send();
-  open_bytes_ = used_ = 0;
-  if (spare_ != nullptr) memory_.release(std::exchange(spare_, nullptr), handle_of(down_));
-  spare_left_ = spare_used_ = 0;
+  if (spare_ == nullptr) return;  // the open chunk's rest serves the next round
+  memory_.release(std::exchange(spare_, nullptr), handle_of(down_));
+  open_bytes_ = used_ = spare_left_ = spare_used_ = 0;
 }
 
 }  // namespace zenflow

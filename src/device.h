@@ -12,7 +12,6 @@
 #include <functional>
 #include <optional>
 #include <span>
-#include <stdexcept>
 #include <vector>
 
 #include "function_ref.h"
@@ -64,18 +63,24 @@ class Device {
 
   // Squared norms of the gradients' columns, kept until the next call.
   virtual void measure(std::span<const Operand* const> operands) = 0;
-  // Of what was measured: each gradient's squared norm, in order [waits]; or the clipping coefficient without a wait,
-  // where the device makes it itself.
+  // Of what was measured: each gradient's squared norm, in order. [waits]
   virtual std::vector<double> squared_norms() = 0;
-  virtual std::optional<Coefficient> clip(double) { return std::nullopt; }
+  // The clipping coefficient without a wait, where the device makes it itself. The operands are all of a step, in the
+  // caller's order, each with a staged gradient or the next one that was measured.
+  virtual std::optional<Coefficient> clip(std::span<const Operand* const>, double) { return std::nullopt; }
   // The global norm of the last clip(), if it was not yet asked for. [waits for that step]
   virtual std::optional<double> late_norm() { return std::nullopt; }
   // Of the measured gradient number `which[i]`, the `widths[i]` columns that come first. [waits]
   virtual std::vector<std::vector<int32_t>> top_k(std::span<const size_t> which, std::span<const int64_t> widths) = 0;
 
-  // A gradient, of a parameter prepared for it, into its staged places; and from there back into a contiguous gradient.
-  virtual void stage(const Operand&) { throw std::logic_error("zenflow: this device stages no gradients"); }
-  virtual void unstage(Parameter&, void*) { throw std::logic_error("zenflow: this device stages no gradients"); }
+  // The squared norm of the one gradient that was measured last, which is about to be staged: at once, or kept here
+  // until staged_norm() [waits].
+  virtual std::optional<double> norm_to_stage(const Parameter&) { return squared_norms()[0]; }
+  virtual double staged_norm(const Parameter& parameter) { return *parameter.staged().squared_norm; }
+  // A gradient, of a parameter prepared for it, into its staged places; and from there back into a contiguous gradient
+  // [waits].
+  virtual void stage(const Operand& operand) = 0;
+  virtual void unstage(Parameter& parameter, void* gradient) = 0;
 
   // Selected columns of AdamW in place; deferred ones packed and on their way into the step's lane, if not staged
   // there.

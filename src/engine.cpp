@@ -178,9 +178,9 @@ void Engine::reserve_lanes(const Operand& o) {
 }
 
 Coefficient Engine::clip(std::span<const Operand> operands, std::span<const Share> measured, double max_grad_norm) {
-  const bool staged = std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.staged; });
-  if (measured.size() == 1 && !staged) {
-    if (const auto coefficient = measured[0].device->clip(max_grad_norm)) return *coefficient;
+  const std::vector<Share> all = shares(operands, [](const Operand& o) { return o.has_gradient(); });
+  if (all.size() == 1) {
+    if (const auto coefficient = all[0].device->clip(all[0].operands, max_grad_norm)) return *coefficient;
   }
   std::vector<std::pair<const Operand*, double>> squared;  // to be added in the caller's order, whatever the device
   for (const Share& s : measured) {
@@ -188,7 +188,7 @@ Coefficient Engine::clip(std::span<const Operand> operands, std::span<const Shar
     for (size_t i = 0; i < norms.size(); ++i) squared.emplace_back(s.operands[i], norms[i]);
   }
   for (const Operand& o : operands) {
-    if (o.staged) squared.emplace_back(&o, *o.parameter->staged().squared_norm);
+    if (o.staged) squared.emplace_back(&o, o.parameter->device().staged_norm(*o.parameter));
   }
   std::sort(squared.begin(), squared.end());
   double total = 0;

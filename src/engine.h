@@ -134,6 +134,7 @@ class Engine {
   void select_columns(const Operand& operand, const std::vector<int32_t>& selection, Overlap& overlap);
   void adopt_before_selection(const Operands& operands);
   void reserve_lanes(const Operand& operand);
+  static void drop_staged(Parameter& parameter);
   void apply_gradients(std::span<const Operand> operands, const Coefficient& coefficient);
   void submit_host_work(std::span<const Operand> operands, const StepPlan& plan);
   void publish(std::span<const Operand> operands);

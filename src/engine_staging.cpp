@@ -16,7 +16,7 @@ void Engine::stage(const Operand& o, const StepPlan& plan, bool measures) {
   Parameter& p = *o.parameter;
   if (!p.split() || !o.gradient) throw std::invalid_argument("zenflow: only gradients of split parameters are staged");
   wait_for_lanes();
-  p.discard_staged();
+  drop_staged(p);
 
   Device& device = p.device();
   const Operand* const operand = &o;
@@ -24,14 +24,14 @@ void Engine::stage(const Operand& o, const StepPlan& plan, bool measures) {
   std::optional<double> squared_norm;
   std::optional<std::vector<int32_t>> selection;
   if (measures || selects) device.measure({&operand, 1});
-  if (measures) squared_norm = device.squared_norms()[0];
+  if (measures) squared_norm = device.norm_to_stage(p);
   if (selects) {
     const size_t which = 0;
     const int64_t width = p.next_width();
     selection = std::move(device.top_k({&which, 1}, {&width, 1})[0]);
   }
   if (p.keeps_lanes(selects)) reserve_lanes(o);
-  p.prepare_staging(o.gradient.dtype(), std::move(selection), squared_norm);
+  p.prepare_staging(o.gradient.dtype(), std::move(selection), measures, squared_norm);
   device.stage(o);
 }
 
@@ -45,13 +45,19 @@ void Engine::unstage(int64_t index, void* gradient) {
 
 void Engine::discard_staged(int64_t index) {
   const std::lock_guard lock(calls_.mutex());
-  parameter(index).discard_staged();
+  drop_staged(parameter(index));
+}
+
+void Engine::drop_staged(Parameter& p) {
+  if (p.staged().lane_count > 0) p.device().wait();  // for its own lanes, into which it may still be on its way
+  p.discard_staged();
 }
 
 bool Engine::staged_finite(int64_t index) {
-  const std::optional<double> squared = parameter(index).staged().squared_norm;
-  if (!squared) throw std::logic_error("zenflow: this parameter's staged gradient was not measured");
-  return std::isfinite(*squared);
+  const std::lock_guard lock(calls_.mutex());
+  const Parameter& p = parameter(index);
+  if (!p.staged().measured) throw std::logic_error("zenflow: this parameter's staged gradient was not measured");
+  return std::isfinite(p.device().staged_norm(p));
 }
 
 bool Engine::publish_early(const Operand& o) {
@@ -66,7 +72,7 @@ bool Engine::publish_early(const Operand& o) {
 void Engine::check_staged(const Operand& o, const StepPlan& plan) const {
   const StagedGradient& staged = o.parameter->staged();
   const bool selects = this->selects(o, plan);
-  if (!staged.present || staged.selection.has_value() != selects || (plan.max_grad_norm > 0 && !staged.squared_norm) ||
+  if (!staged.present || staged.selection.has_value() != selects || (plan.max_grad_norm > 0 && !staged.measured) ||
       (selects && static_cast<int64_t>(staged.selection->size()) != o.parameter->next_width())) {
     throw std::logic_error("zenflow: a gradient was staged for another step than this one, or not at all");
   }

@@ -196,7 +196,7 @@ void Parameter::hand_over(const TensorView& weight, const std::vector<int32_t>& 
   if (swap.count() == 0) return;
   device_.swap_columns(*this, weight, swap);
   swap_places(swap, block_columns_, slot_columns_);
-  device_.forget(*this);
+  device_.columns_moved(*this, weight);
 }
 
 void Parameter::swap_row(const ColumnSwap& swap, const ColumnState& block, bool compact, int64_t r, const void* left,

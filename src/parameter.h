@@ -111,13 +111,14 @@ struct ColumnSwap {
 struct StagedGradient {
   bool present = false;
   DType dtype = DType::kFloat32;
-  std::optional<double> squared_norm;             // where it was measured
+  bool measured = false;  // its squared norm is known, here or to the device
+  std::optional<double> squared_norm;
   std::optional<std::vector<int32_t>> selection;  // that the coming step makes, ascending
   bool moves_columns = false;                     // the coming step does: to these places
   std::vector<int32_t> block_columns, slot_columns;
   HostArray lanes;  // where the coming step needs other ones than there are, `lane_count` of them
   int64_t lane_count = 0;
-  std::vector<char> selected;  // [rows, width] of dtype, for parameters in host memory
+  std::vector<char> selected;  // [rows, width] of dtype; empty while the device has them
 };
 
 // Where a staged gradient lies, by the columns of the block's positions and of the slots.
@@ -194,9 +195,11 @@ class Parameter {
   // A split parameter's gradient during backward, in place of the one staged before. prepare_staging makes room in the
   // places that the coming step will read; `selection`: what that step will select, if it does. Where keeps_lanes() it
   // needs has_lanes(). The device then moves the columns there, or back into a contiguous gradient.
-  void prepare_staging(DType gradient, std::optional<std::vector<int32_t>> selection,
+  void prepare_staging(DType gradient, std::optional<std::vector<int32_t>> selection, bool measured,
                        std::optional<double> squared_norm);
   StagedPlaces staged_places();
+  char* staged_selected();  // host memory for the selected columns
+  void staged_on_device() { staged_.present = true; }
   const StagedGradient& staged() const { return staged_; }
   void stage(const TensorView& gradient);
   void unstage(void* gradient);

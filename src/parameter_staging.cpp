@@ -24,10 +24,11 @@ void Parameter::foresee_layout(StagedGradient& staged) const {
   }
 }
 
-void Parameter::prepare_staging(DType gradient, std::optional<std::vector<int32_t>> selection,
+void Parameter::prepare_staging(DType gradient, std::optional<std::vector<int32_t>> selection, bool measured,
                                 std::optional<double> squared_norm) {
   StagedGradient staged;
   staged.dtype = gradient;
+  staged.measured = measured;
   staged.squared_norm = squared_norm;
   staged.selection = std::move(selection);
   staged.moves_columns = staged.selection || !initialised_;
@@ -37,10 +38,14 @@ void Parameter::prepare_staging(DType gradient, std::optional<std::vector<int32_
     const int64_t slots = static_cast<int64_t>(staged.slot_columns.size());
     staged.lanes = make_array(staged.lane_count * shape_.rows * slots, item_size(gradient), locker());
   }
-  const size_t width = staged.moves_columns ? staged.block_columns.size() : block_columns_.size();
   staged.selected = std::move(staged_.selected);
   staged_ = std::move(staged);
-  staged_.selected.resize(static_cast<size_t>(shape_.rows * item_size(gradient)) * width);
+}
+
+char* Parameter::staged_selected() {
+  const size_t width = staged_.moves_columns ? staged_.block_columns.size() : block_columns_.size();
+  staged_.selected.resize(static_cast<size_t>(shape_.rows * item_size(staged_.dtype)) * width);
+  return staged_.selected.data();
 }
 
 StagedPlaces Parameter::staged_places() {
@@ -52,6 +57,7 @@ StagedPlaces Parameter::staged_places() {
 }
 
 void Parameter::stage(const TensorView& gradient) {
+  staged_selected();
   const StagedPlaces to = staged_places();
   const int64_t item = item_size(gradient.dtype()), width = static_cast<int64_t>(to.block_columns.size());
   for_rows(context_.pool, shape_, [&](int64_t r) {

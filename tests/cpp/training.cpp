@@ -125,14 +125,15 @@ struct Training::Exported {
 };
 
 Training::Training(const Script& script, const Variant& variant) : script_(script), variant_(variant) {
-  engine_ = make_engine();
   make_tensors();
 }
 
-std::unique_ptr<Engine> Training::make_engine() const {
+std::unique_ptr<Engine> Training::make_engine() {
   Settings settings = script_.settings;
   settings.stream = variant_.stream;
-  return std::make_unique<Engine>(settings, variant_.threads, std::vector<int>(), variant_.threads);
+  auto engine = std::make_unique<Engine>(settings, variant_.threads, std::vector<int>(), variant_.threads);
+  device_ = device_of(*engine);
+  return engine;
 }
 
 void Training::make_tensors() {
@@ -161,6 +162,7 @@ void Training::make_tensors() {
 }
 
 std::vector<uint64_t> Training::run() {
+  engine_ = make_engine();
   std::vector<uint64_t> digests;
   for (const Event& event : script_.events) {
     play(event);
@@ -189,14 +191,13 @@ void Training::play(const Event& event) {
   }
 
   const FlushDenormals mode(variant_.flushes_denormals);
-  const std::vector<Operand> weights = operands();
-  if (event.act == Act::kSynchronize) engine_->synchronize(weights);
-  if (event.act == Act::kFlush) engine_->flush(weights);
+  if (event.act == Act::kSynchronize) call_on_weights(&Engine::synchronize);
+  if (event.act == Act::kFlush) call_on_weights(&Engine::flush);
   if (event.act == Act::kExport) state_digest();
   if (event.act == Act::kSettled) {
-    if (event.seed % 3 != 0) engine_->show_settled(weights);
+    if (event.seed % 3 != 0) call_on_weights(&Engine::show_settled);
     if (event.seed % 2 == 0) edit(static_cast<int>(event.seed / 2 % kParameters), event.seed, true);
-    engine_->show_training(operands());
+    call_on_weights(&Engine::show_training);
   }
   for (Tensor& t : tensors_) t.suspect = false;
 }
@@ -224,6 +225,11 @@ std::vector<Operand> Training::operands() {
     o.maximize = t.maximize;
   }
   return all;
+}
+
+void Training::call_on_weights(void (Engine::*method)(std::span<const Operand>)) {
+  std::vector<Operand> weights = operands();
+  call(weights, [&](std::span<const Operand> all) { (engine_.get()->*method)(all); });
 }
 
 StepPlan Training::plan() const {
@@ -289,7 +295,7 @@ void Training::step(const Event& event) {
     if (random.chance(5)) store_rounded(dtype, gradients[i].data(), random.between(0, t.count() - 1), NAN);
     if (knows_moments()) expect_moments(t, hyper, dtype, gradients[i], event.transposed);
     if (t.index < 0) {
-      t.index = engine_->add(t.sizes, t.dtype, t.split);
+      t.index = engine_->add(t.sizes, t.dtype, t.split, nullptr, device_);
       if (!t.split) lend(t, t.columns());
     }
     if (random.chance(10) && t.topk_ratio > 0 && t.topk_ratio < 1) t.topk_ratio = random.one_of({0.05, 0.1, 0.2});
@@ -309,7 +315,7 @@ void Training::step(const Event& event) {
     o.gradient = engine_->view(tensors_[i].index, gradients[i].data(), static_cast<DType>(event.dtypes[i]), strides);
   }
   const FlushDenormals mode(variant_.flushes_denormals);
-  engine_->commit(all, plan);
+  call(all, [&](std::span<const Operand> operands) { engine_->commit(operands, plan); });
   for (Tensor& t : tensors_) t.suspect = false;
 }
 
@@ -322,19 +328,21 @@ Training::Exported Training::export_state(const Tensor& t) {
     array->resize(count * static_cast<size_t>(item_size(t.dtype)));
   if (script_.settings.mean) e.window_sum.resize(count), e.column_steps.resize(columns);
   e.selected = std::make_unique<bool[]>(columns);
-  engine_->export_state(t.index, e.view());
+  std::vector<Operand> none;
+  call(none, [&](auto) { engine_->export_state(t.index, e.view()); });
   e.selected_count = std::count(e.selected.get(), e.selected.get() + columns, true);
   e.clock = {p.steps(), p.has_selection(), p.in_flight(), p.window()};
   return e;
 }
 
 void Training::import(Tensor& t, const Exported& state, bool in_flight) {
-  t.index = engine_->add(t.sizes, t.dtype, t.split);
+  t.index = engine_->add(t.sizes, t.dtype, t.split, nullptr, device_);
   t.suspect = true;
   ImportedClock clock = state.clock;
   clock.in_flight = in_flight;
   if (clock.has_selection || !t.split) lend(t, state.selected_count);
-  engine_->import_state(t.index, state.view(), clock);
+  std::vector<Operand> none;
+  call(none, [&](auto) { engine_->import_state(t.index, state.view(), clock); });
 }
 
 // Saves everything and goes on in a new engine, with the other host buffer.
@@ -372,7 +380,7 @@ uint64_t Training::weights_digest() const {
 }
 
 uint64_t Training::state_digest() {
-  engine_->adopt_edits(operands());
+  call_on_weights(&Engine::adopt_edits);
   Digest digest;
   for (const Tensor& t : tensors_) {
     if (t.index < 0) continue;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "function_ref.h"
 #include "random.h"
 
 namespace zenflow_test {
@@ -54,8 +55,9 @@ class Training {
   // Plays everything, checks the moments against plain AdamW's where it can, and returns a digest after each hashed
   // event, then one of all state. NaNs count as equal.
   std::vector<uint64_t> run();
+  virtual ~Training() = default;
 
- private:
+ protected:
   // A parameter as its user sees it.
   struct Tensor {
     std::vector<int64_t> sizes, strides;
@@ -75,9 +77,20 @@ class Training {
     int64_t count() const { return zenflow::matrix_of(sizes).count(); }
     int64_t columns() const { return zenflow::matrix_of(sizes).columns; }
   };
+  // The device that a new engine's parameters live on, and a call with operands in its memory.
+  virtual size_t device_of(zenflow::Engine&) { return 0; }
+  virtual void call(std::vector<zenflow::Operand>& operands,
+                    zenflow::FunctionRef<void(std::span<const zenflow::Operand>)> engine_call) {
+    engine_call(operands);
+  }
+
+  std::unique_ptr<zenflow::Engine> engine_;
+  std::vector<Tensor> tensors_;
+
+ private:
   struct Exported;
 
-  std::unique_ptr<zenflow::Engine> make_engine() const;
+  std::unique_ptr<zenflow::Engine> make_engine();
   void make_tensors();
   void play(const Event& event);
   void edit(int parameter, uint64_t seed, bool tracked);
@@ -91,14 +104,14 @@ class Training {
   void import(Tensor& t, const Exported& state, bool in_flight);
   Exported export_state(const Tensor& t);
   std::vector<zenflow::Operand> operands();
+  void call_on_weights(void (zenflow::Engine::*method)(std::span<const zenflow::Operand>));
   zenflow::StepPlan plan() const;
   uint64_t weights_digest() const;
   uint64_t state_digest();
 
   const Script& script_;
   Variant variant_;
-  std::unique_ptr<zenflow::Engine> engine_;
-  std::vector<Tensor> tensors_;
+  size_t device_ = 0;
 };
 
 }  // namespace zenflow_test
