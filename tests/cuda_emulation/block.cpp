@@ -13,6 +13,7 @@
 namespace emulation {
 
 __thread Here here;
+__thread bool in_kernel = false;
 
 namespace {
 
@@ -38,6 +39,8 @@ class Block {
   bool run(const Launch& launch, uint3 index, Random& random);
   int barrier(Barrier barrier, int predicate, Site site);
   uint64_t warp(Warp operation, unsigned mask, uint64_t value, int source, Site site);
+  [[noreturn]] void stop(const std::string& what);
+  int device() const { return launch_->device; }
   const std::string& failure() const { return failure_; }
   void forget_failure() { failure_.clear(); }
 
@@ -166,7 +169,9 @@ void Block::fail(const Thread& thread, const std::string& what) {
 void Block::body(void* block) {
   auto* self = static_cast<Block*>(block);
   acquire(&self->begins_);
+  in_kernel = true;
   self->launch_->call(self->launch_->function, self->launch_->arguments);
+  in_kernel = false;
   release(&self->ends_);
   self->self_->state = State::kExited;
 }
@@ -218,6 +223,12 @@ void Block::suspend() {
   self_->fiber.leave();
 }
 
+void Block::stop(const std::string& what) {
+  fail(*self_, what);
+  suspend();
+  __builtin_unreachable();
+}
+
 int Block::barrier(Barrier barrier, int predicate, Site site) {
   Thread& self = *self_;
   self.state = State::kAtBarrier;
@@ -262,8 +273,7 @@ uint64_t Block::warp(Warp operation, unsigned mask, uint64_t value, int source, 
   self.site = site;
   Thread* const first = lane_zero(self);
   if ((mask >> lane_of(self) & 1) == 0) {
-    fail(self, doing(self) + ", which does not have its own lane");
-    suspend();
+    stop(doing(self) + ", which does not have its own lane");
   }
   // Lanes meet at an address of the mask's lowest lane, so that disjoint masks do not order each other.
   Thread& meeting = first[__builtin_ctz(mask)];
@@ -274,8 +284,7 @@ uint64_t Block::warp(Warp operation, unsigned mask, uint64_t value, int source, 
     if ((mask >> lane & 1) == 0) continue;
     const Thread& other = first[lane];
     if (&other - threads_.get() >= count_) {
-      fail(self, doing(self) + text(", but its warp has no lane %d", lane));
-      suspend();
+      stop(doing(self) + text(", but its warp has no lane %d", lane));
     }
     complete = complete && other.state == State::kInWarp && other.mask == mask && other.operation == operation &&
                other.site == site;
@@ -342,11 +351,25 @@ std::vector<uint3> shuffled_blocks(dim3 grid, Random& random) {
 }  // namespace
 
 int block_barrier(Barrier barrier, int predicate, Site site) {
-  return running->barrier(barrier, predicate, site);
+  in_kernel = false;
+  const int result = running->barrier(barrier, predicate, site);
+  in_kernel = true;
+  return result;
 }
 
 uint64_t warp_operation(Warp operation, unsigned mask, uint64_t value, int source, Site site) {
-  return running->warp(operation, mask, value, source, site);
+  in_kernel = false;
+  const uint64_t result = running->warp(operation, mask, value, source, site);
+  in_kernel = true;
+  return result;
+}
+
+void fail_thread(const std::string& what) {
+  running->stop(what);
+}
+
+int running_device() {
+  return running->device();
 }
 
 std::string run_launch(const Launch& launch, Random& random) {

@@ -18,6 +18,7 @@ struct Here {
   uint3 thread, block, block_size, grid_size;
 };
 extern __thread Here here;
+extern __thread bool in_kernel;  // whether this thread runs device code, not the emulator's
 
 enum class Barrier : uint8_t { kPlain, kCount, kAnd, kOr };
 enum class Warp : uint8_t { kSync, kBallot, kShuffle, kAdd, kMin, kMax, kAnd, kOr, kXor, kMatch };
@@ -26,12 +27,17 @@ enum class Warp : uint8_t { kSync, kBallot, kShuffle, kAdd, kMin, kMax, kAnd, kO
 int block_barrier(Barrier barrier, int predicate, Site site);
 uint64_t warp_operation(Warp operation, unsigned mask, uint64_t value, int source, Site site);
 
+// Called for the running thread of device code, which did something wrong: it does not go on.
+[[noreturn]] void fail_thread(const std::string& what);
+int running_device();
+
 // A kernel with its arguments, ready to be called by each thread.
 struct Launch {
   void (*call)(const void* function, void* const* arguments);
   const void* function;
   void* const* arguments;
   dim3 grid, block;
+  int device;
 };
 
 constexpr int kMaxThreads = 1024;

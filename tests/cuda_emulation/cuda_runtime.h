@@ -160,7 +160,8 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 namespace emulation {
 
 struct Parameter {
-  size_t bytes, alignment;
+  size_t bytes;
+  bool is_pointer;
 };
 using KernelCall = void (*)(const void* function, void* const* arguments);
 
@@ -168,11 +169,15 @@ using KernelCall = void (*)(const void* function, void* const* arguments);
 cudaError_t launch_kernel(const void* function, KernelCall call, const Parameter* parameters, size_t count, dim3 grid,
                           dim3 block, void** arguments, size_t shared_bytes, cudaStream_t stream);
 
-// Reads the launch's own copy of the arguments, which is no device memory: so none of this is instrumented.
+// Reads the launch's own copy of the arguments, which is no device memory: so this is not instrumented, nor may a part
+// of it move into a function that is.
+#ifdef __clang__
+#define EMULATION_OWN_CODE __attribute__((noinline, no_sanitize("address", "thread")))
+#else
+#define EMULATION_OWN_CODE __attribute__((noipa, no_sanitize("address", "kernel-address", "thread")))
+#endif
 template <class... P, size_t... I>
-__attribute__((no_sanitize("address", "kernel-address", "thread"))) void call_kernel(const void* function,
-                                                                                     void* const* arguments,
-                                                                                     std::index_sequence<I...>) {
+EMULATION_OWN_CODE void call_kernel(const void* function, void* const* arguments, std::index_sequence<I...>) {
   reinterpret_cast<void (*)(P...)>(const_cast<void*>(function))(*static_cast<P*>(arguments[I])...);
 }
 
@@ -182,7 +187,8 @@ template <class... P>
 cudaError_t cudaLaunchKernel(void (*kernel)(P...), dim3 grid, dim3 block, void** arguments, size_t shared_bytes = 0,
                              cudaStream_t stream = nullptr) {
   static_assert((std::is_trivially_copyable_v<P> && ...), "kernel arguments are copied as bytes");
-  static constexpr emulation::Parameter parameters[] = {{sizeof(P), alignof(P)}..., {0, 1}};
+  static_assert(((alignof(P) <= 16) && ...), "their copies are aligned to 16 bytes");
+  static constexpr emulation::Parameter parameters[] = {{sizeof(P), std::is_pointer_v<P>}..., {0, false}};
   const auto call = [](const void* function, void* const* values) {
     emulation::call_kernel<P...>(function, values, std::index_sequence_for<P...>());
   };

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "access.h"
 #include "block.h"
 #include "vector_types.h"
 
@@ -128,44 +129,52 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = warpSize,
   return emulation::exchange(mask, value, from > (lane | (width - 1)) ? lane : from, site);
 }
 
-// Atomics are relaxed, as CUDA's are.
+// Atomics are relaxed, as CUDA's are. The compiler does not instrument them, so they check their access themselves.
+
+namespace emulation {
+template <class T>
+T* checked(T* address) {
+  check_access(reinterpret_cast<uintptr_t>(address), sizeof(T));
+  return address;
+}
+}  // namespace emulation
 
 template <class T>
 T atomicAdd(T* address, std::common_type_t<T> value) {
   static_assert(std::is_integral_v<T>, "float atomics depend on the order");
-  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+  return __atomic_fetch_add(emulation::checked(address), value, __ATOMIC_RELAXED);
 }
 template <class T>
 T atomicOr(T* address, std::common_type_t<T> value) {
-  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+  return __atomic_fetch_or(emulation::checked(address), value, __ATOMIC_RELAXED);
 }
 template <class T>
 T atomicAnd(T* address, std::common_type_t<T> value) {
-  return __atomic_fetch_and(address, value, __ATOMIC_RELAXED);
+  return __atomic_fetch_and(emulation::checked(address), value, __ATOMIC_RELAXED);
 }
 template <class T>
 T atomicXor(T* address, std::common_type_t<T> value) {
-  return __atomic_fetch_xor(address, value, __ATOMIC_RELAXED);
+  return __atomic_fetch_xor(emulation::checked(address), value, __ATOMIC_RELAXED);
 }
 template <class T>
 T atomicExch(T* address, std::common_type_t<T> value) {
-  return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+  return __atomic_exchange_n(emulation::checked(address), value, __ATOMIC_RELAXED);
 }
 template <class T>
 T atomicCAS(T* address, std::common_type_t<T> expected, std::common_type_t<T> value) {
-  __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  __atomic_compare_exchange_n(emulation::checked(address), &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
 template <class T>
 T atomicMax(T* address, std::common_type_t<T> value) {
-  T old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  T old = __atomic_load_n(emulation::checked(address), __ATOMIC_RELAXED);
   while (old < value && !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
   return old;
 }
 template <class T>
 T atomicMin(T* address, std::common_type_t<T> value) {
-  T old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  T old = __atomic_load_n(emulation::checked(address), __ATOMIC_RELAXED);
   while (value < old && !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
   return old;

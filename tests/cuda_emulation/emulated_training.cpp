@@ -76,6 +76,7 @@ void EmulatedTraining::call(std::vector<Operand>& operands, FunctionRef<void(std
   engine_call(operands);
   ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(stream_));
   for (Placed& weight : weights) weight.copy_back();
+  for (Placed& gradient : gradients) gradient.copy_back();  // unstage() writes them
   for (Tensor& t : tensors_) {
     for (auto& block : t.blocks) {
       if (!block.empty()) emulation::disown(block.data());

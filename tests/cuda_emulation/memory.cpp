@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -22,6 +23,7 @@ constexpr size_t kAlignment = 256;  // cudaMalloc's
 struct Memory {
   std::mutex mutex;
   std::map<uintptr_t, Region> regions;
+  std::atomic<uint64_t> version = 1;
   std::deque<Region> freed;
   size_t freed_bytes = 0;
 };
@@ -85,10 +87,30 @@ bool meets_region(const void* begin, size_t bytes) {
   return after != memory().regions.end() && after->first < number(begin) + bytes;
 }
 
+uint64_t regions_version() {
+  return memory().version.load(std::memory_order_acquire);
+}
+
+std::pair<uintptr_t, uintptr_t> between_device_regions(uintptr_t address) {
+  const Invisible invisible;
+  const std::lock_guard lock(memory().mutex);
+  std::pair<uintptr_t, uintptr_t> range{0, UINTPTR_MAX};
+  const auto after = memory().regions.upper_bound(address);
+  for (auto next = after; next != memory().regions.end() && range.second == UINTPTR_MAX; ++next) {
+    if (next->second.space == Space::kDevice) range.second = next->first;
+  }
+  for (auto before = after; before != memory().regions.begin() && range.first == 0;) {
+    --before;
+    if (before->second.space == Space::kDevice) range.first = before->second.end();
+  }
+  return range;
+}
+
 void add_region(const Region& region) {
   const Invisible invisible;
   const std::lock_guard lock(memory().mutex);
   memory().regions[region.begin] = region;
+  ++memory().version;
 }
 
 bool remove_region(const void* begin, Space space) {
@@ -97,6 +119,7 @@ bool remove_region(const void* begin, Space space) {
   const auto found = memory().regions.find(number(begin));
   if (found == memory().regions.end() || found->second.space != space) return false;
   memory().regions.erase(found);
+  ++memory().version;
   return true;
 }
 
@@ -104,6 +127,7 @@ void drop_adopted(const void* begin, size_t bytes) {
   const Invisible invisible;
   const std::lock_guard lock(memory().mutex);
   auto& regions = memory().regions;
+  ++memory().version;
   auto next = find(number(begin));
   if (next == regions.end()) next = regions.lower_bound(number(begin));
   while (next != regions.end() && next->first < number(begin) + bytes) {
@@ -121,6 +145,7 @@ void* allocate_device(size_t bytes, int device) {
   forbid(static_cast<char*>(address) + bytes, padded(bytes) - bytes);
   const std::lock_guard lock(memory().mutex);
   memory().regions[region.begin] = region;
+  ++memory().version;
   return address;
 }
 
@@ -131,6 +156,7 @@ void free_device(const Region& region) {
   forbid(reinterpret_cast<void*>(region.begin), padded(region.bytes));
   const std::lock_guard lock(memory().mutex);
   memory().regions.erase(region.begin);
+  ++memory().version;
   memory().freed.push_back(region);
   memory().freed_bytes += padded(region.bytes);
   while (memory().freed_bytes > kHeldBack) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "cuda_runtime.h"
 
@@ -29,6 +30,10 @@ struct Region {
 std::optional<Region> region_of(const void* address);
 // Whether any byte of these lies in a region.
 bool meets_region(const void* begin, size_t bytes);
+// Changes whenever a region comes or goes.
+uint64_t regions_version();
+// The widest range around `address`, which is in none, that no device memory is in.
+std::pair<uintptr_t, uintptr_t> between_device_regions(uintptr_t address);
 void add_region(const Region& region);
 // Takes away the region that begins there. False if there is none of this space.
 bool remove_region(const void* begin, Space space);

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernel launches of the emulated runtime. Arguments are looked through, structs too, for addresses of host memory that
-// is not mapped for the device, and of another device's memory.
-#include <sys/mman.h>
-#include <unistd.h>
-
+// Kernel launches of the emulated runtime. A pointer among the arguments must be into memory that the device may touch.
+// Words of structs may be leftovers; those that are addresses of registered memory count as in use by the launch.
 #include <cstddef>
 #include <cstring>
 #include <memory>
@@ -22,11 +19,11 @@ namespace {
 // A launch's own copy of its arguments.
 class Arguments {
  public:
-  Arguments(const Parameter* parameters, size_t count, void* const* values) {
+  Arguments(const Parameter* parameters, size_t count, void* const* values)
+      : parameters_(parameters, parameters + count) {
     for (size_t i = 0; i < count; ++i) {
       const size_t words = (parameters[i].bytes + kWord - 1) / kWord;
       copies_.push_back(std::make_unique<Word[]>(words));
-      words_.push_back(words);
       std::memcpy(copies_.back().get(), values[i], parameters[i].bytes);
       addresses_.push_back(copies_.back().get());
     }
@@ -34,15 +31,14 @@ class Arguments {
 
   void* const* addresses() const { return addresses_.data(); }
 
+  // Calls visit(word, whether a parameter is just this pointer) for all 8-byte words.
   template <class Visitor>
   void each_word(Visitor visit) const {
     for (size_t i = 0; i < copies_.size(); ++i) {
-      for (size_t w = 0; w < words_[i]; ++w) {
-        uintptr_t low, high;
-        std::memcpy(&low, copies_[i][w].bytes, sizeof(low));
-        std::memcpy(&high, copies_[i][w].bytes + sizeof(low), sizeof(high));
-        visit(low);
-        visit(high);
+      for (size_t offset = 0; offset + sizeof(uintptr_t) <= parameters_[i].bytes; offset += sizeof(uintptr_t)) {
+        uintptr_t word;
+        std::memcpy(&word, copies_[i][offset / kWord].bytes + offset % kWord, sizeof(word));
+        visit(word, parameters_[i].is_pointer);
       }
     }
   }
@@ -53,33 +49,22 @@ class Arguments {
     char bytes[kWord] = {};
   };
   std::vector<std::unique_ptr<Word[]>> copies_;
-  std::vector<size_t> words_;
+  std::vector<Parameter> parameters_;
   std::vector<void*> addresses_;
 };
 
-// Whether a number can be an address of this process. Sizes, counts and floats hardly ever are.
-bool is_mapped(uintptr_t word) {
-  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  constexpr uintptr_t kLowest = uintptr_t{1} << 32, kHighest = uintptr_t{1} << 47;
-  if (word < kLowest || word >= kHighest) return false;
-  unsigned char resident;
-  return mincore(reinterpret_cast<void*>(word / page * page), 1, &resident) == 0;
-}
-
 std::vector<Span> check_arguments(const Arguments& arguments, const Stream& stream, const void* function) {
   std::vector<Span> touches;
-  arguments.each_word([&](uintptr_t word) {
+  arguments.each_word([&](uintptr_t word, bool is_pointer) {
     if (word == 0) return;
     const auto* address = reinterpret_cast<const char*>(word);
     auto region = region_of(address);
     if (!region) region = region_of(address - 1);  // the end of something
-    if (!region && !is_mapped(word)) return;
+    if (region) touches.push_back({region->begin, region->bytes});
     const bool good = region && (region->space == Space::kDevice ? region->device == stream.device() : region->mapped);
-    if (!good) {
-      throw Misuse(cudaErrorIllegalAddress, "an argument of " + symbol_name(function) + " on device " +
-                                                std::to_string(stream.device()) + " is " + describe(address));
-    }
-    touches.push_back({region->begin, region->bytes});
+    if (good || !is_pointer) return;
+    throw Misuse(cudaErrorIllegalAddress, "an argument of " + symbol_name(function) + " on device " +
+                                              std::to_string(stream.device()) + " is " + describe(address));
   });
   return touches;
 }
@@ -114,7 +99,7 @@ cudaError_t launch_kernel(const void* function, KernelCall call, const Parameter
       std::string failure;
       {
         const Visible visible;
-        failure = run_launch({call, function, arguments->addresses(), grid, block}, random);
+        failure = run_launch({call, function, arguments->addresses(), grid, block, stream->device()}, random);
       }
       if (!failure.empty()) keep({cudaErrorLaunchFailure, failure});
     };
