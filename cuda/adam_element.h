@@ -27,7 +27,7 @@ __device__ __forceinline__ Bits<W> update_element(const Rule& rule, float scale,
   const AdamStep& s = rule.move;
   const float step = rule.column_step != nullptr ? rule.column_step[p] : s.step;
   const float root = rule.column_root != nullptr ? rule.column_root[p] : s.root;
-  if (!same_bits<W>(live, from_float<W>(master))) master = to_float<W>(live);
+  if (live != from_float<W>(master)) master = to_float<W>(live);  // one NaN for another changes nothing
   fold_gradient(rule.fold, to_float<G>(gradient) * scale, exp_avg, exp_avg_sq);
   const float q = direction(root, s.eps, exp_avg, exp_avg_sq);
   if (s.moves) master = moved_weight(step, s.decay, q, master);

@@ -56,12 +56,12 @@ __global__ void __launch_bounds__(kThreads) select_largest(const Batch<Task> bat
     if (__reduce_add_sync(kAll, reached_in[bit % 2][lane]) >= task.k) least = candidate;
   }
 
-  const auto is_equal = [&](int i) { return key(i) == least && begin + i * 32 < task.columns; };
+  // Keys of 0 beyond the last column come after all columns, so they never win.
   unsigned above = 0, equal = 0;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     above += __popc(__ballot_sync(kAll, key(i) > least));
-    equal += __popc(__ballot_sync(kAll, is_equal(i)));
+    equal += __popc(__ballot_sync(kAll, key(i) == least));
   }
   if (lane == 0) above_in[warp] = above, equal_in[warp] = equal;
   __syncthreads();
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) select_largest(const Batch<Task> bat
   const unsigned lower = (1u << lane) - 1;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
-    const unsigned are_above = __ballot_sync(kAll, key(i) > least), are_equal = __ballot_sync(kAll, is_equal(i));
+    const unsigned are_above = __ballot_sync(kAll, key(i) > least), are_equal = __ballot_sync(kAll, key(i) == least);
     const unsigned equal_before = equal + __popc(are_equal & lower);
     const bool wins = are_above >> lane & 1 || (are_equal >> lane & 1 && equal_before < wanted);
     const unsigned at = above + __popc(are_above & lower) + (equal_before < wanted ? equal_before : wanted);
