@@ -39,7 +39,7 @@ class GradientOffload:
         self._fired = set()  # parameters with a gradient since the last step
         self._observed = set()  # and in an earlier one
         self._in_parts = set()  # parameters whose gradient came more than once before a step
-        self._warned = False
+        self._warn = _Warning()
         self._lock = threading.RLock()  # a GPU's backward has a thread of its own
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
@@ -219,10 +219,17 @@ class GradientOffload:
         mine = self._staged.get(p)
         return mine is not None and mine() is gradient and gradient.is_staged()
 
-    def _warn(self):
-        if self._warned:
+
+class _Warning:
+    """Says once that a gradient came back, and what to do instead."""
+
+    def __init__(self):
+        self._given = False
+
+    def __call__(self):
+        if self._given:
             return
-        self._warned = True
+        self._given = True
         warnings.warn(
             "zenflow: a gradient that had left during backward (offload_gradients=True) was brought back, because it "
             "was used or added to before step(). Results are right, but that is slow and takes the memory that the "
