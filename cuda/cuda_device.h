@@ -91,7 +91,8 @@ class CudaDevice : public Device, private PageLocker {
   SelectivePass selective_pass(const ReceivedGradient& received);
   AdamTask adam_task(const ReceivedGradient& received);
   const float* coefficient() const { return &static_cast<const Clipped*>(clipped_.data)->coefficient; }
-  void upload_corrections(const GradientStep& step, const float*& column_step, const float*& column_root);
+  void upload_corrections(std::span<const ReceivedGradient> gradients);
+  void take_corrections(const GradientStep& step, const float*& column_step, const float*& column_root);
   void publish(const Operand& operand);
   void update_map(ColumnMap& map, const std::vector<int32_t>& slot_columns, const std::vector<int32_t>& block_columns);
   void update_map(const Parameter& parameter, const TensorView& weight);
@@ -114,6 +115,7 @@ class CudaDevice : public Device, private PageLocker {
   Buffer norms_, norm_scratch_, squared_, clipped_, selected_, corrections_, upload_;
   HostArray clips_;  // Clipped of each step whose lanes may still wait for their job
   int64_t clip_count_ = 0;
+  float* next_correction_ = nullptr;
   bool norm_asked_ = true;
 };
 

@@ -102,6 +102,7 @@ void CudaDevice::apply(std::span<const ReceivedGradient> gradients) {
     if (!o->staged) packed += o->parameter->deferred_count() * item_size(o->parameter->lane_dtype());
   }
   staging_.begin(compute(), packed);
+  upload_corrections(gradients);
   std::vector<AdamTask> tasks;
   const float* coefficient = nullptr;
   for (const ReceivedGradient& g : gradients) {
@@ -135,7 +136,7 @@ AdamTask CudaDevice::adam_task(const ReceivedGradient& g) {
   task.exp_avg_sq = block.exp_avg_sq;
   task.fold = g.step.fold;
   task.move = g.step.move;
-  upload_corrections(g.step, task.column_step, task.column_root);
+  take_corrections(g.step, task.column_step, task.column_root);
   return task;
 }
 
@@ -160,19 +161,27 @@ SelectivePass CudaDevice::selective_pass(const ReceivedGradient& g) {
   pass.fold = g.step.fold;
   pass.move = g.step.move;
   pass.coefficient = g.step.late != nullptr ? coefficient() : nullptr;
-  upload_corrections(g.step, pass.column_step, pass.column_root);
+  take_corrections(g.step, pass.column_step, pass.column_root);
   return pass;
 }
 
-// One parameter's at a time: the next one's are queued behind the kernel that reads these.
-void CudaDevice::upload_corrections(const GradientStep& step, const float*& column_step, const float*& column_root) {
+// Of all gradients that have any ("mean"): each one's steps, then its roots.
+void CudaDevice::upload_corrections(std::span<const ReceivedGradient> gradients) {
+  std::vector<float> all;
+  for (const auto& [o, step] : gradients) {
+    all.insert(all.end(), step.corrections.step.begin(), step.corrections.step.end());
+    all.insert(all.end(), step.corrections.root.begin(), step.corrections.root.end());
+  }
+  if (all.empty()) return;
+  next_correction_ = grown<float>(corrections_, static_cast<int64_t>(all.size()));
+  copy(next_correction_, all.data(), static_cast<int64_t>(all.size()) * 4, cudaMemcpyHostToDevice);
+}
+
+void CudaDevice::take_corrections(const GradientStep& step, const float*& column_step, const float*& column_root) {
   if (step.corrections.empty()) return;
-  const auto width = static_cast<int64_t>(step.corrections.step.size());
-  float* const steps = grown<float>(corrections_, 2 * width);
-  copy(steps, step.corrections.step.data(), width * 4, cudaMemcpyHostToDevice);
-  copy(steps + width, step.corrections.root.data(), width * 4, cudaMemcpyHostToDevice);
-  column_step = steps;
-  column_root = steps + width;
+  const size_t width = step.corrections.step.size();
+  column_step = std::exchange(next_correction_, next_correction_ + width);
+  column_root = std::exchange(next_correction_, next_correction_ + width);
 }
 
 // So many rows at a time as a chunk holds.

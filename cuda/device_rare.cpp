@@ -138,10 +138,8 @@ void CudaDevice::on_host(Parameter& p, const TensorView& weight, FunctionRef<voi
   }
   const bool took_lent = lends && !p.lent_block();
   put_back((took_lent ? lent : block).upload(*this));
-  if (weight) {
-    copy(weight.at(0), mirror.data(), bytes, cudaMemcpyHostToDevice);
-    update_map(p, weight);
-  }
+  if (weight) copy(weight.at(0), mirror.data(), bytes, cudaMemcpyHostToDevice);
+  update_map(p, weight);
   finish_compute();  // the mirrors, which end here
 }
 
@@ -168,6 +166,7 @@ void CudaDevice::update_map(const Parameter& p, const TensorView& weight) {
   if (!p.split() || p.shape().count() == 0) return;
   ColumnMap& map = maps_[&p];
   update_map(map, p.slot_columns(), p.block_columns());
+  if (!weight) return;  // the checksums follow when the weight is first looked at: parameter.shows_last_written()
   column_checksums(weight.at(0), p.dtype(), p.shape().rows, p.shape().columns, map.place, p.slots(), map.checksums,
                    compute_);
 }

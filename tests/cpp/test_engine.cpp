@@ -21,7 +21,8 @@ void check_variants(uint64_t seed, int events) {
        {Variant{.name = "ring, 3 threads", .threads = 3},
         Variant{.name = "stream, 1 thread, flushing denormals", .stream = true, .flushes_denormals = true},
         Variant{.name = "stream, 3 threads", .threads = 3, .stream = true},
-        Variant{.name = "restarts, 2 threads", .threads = 2, .restarts = true}}) {
+        Variant{.name = "restarts, 2 threads", .threads = 2, .restarts = true},
+        Variant{.name = "staged gradients", .threads = 2, .restarts = true, .stages = true}}) {
     const std::vector<uint64_t> found = Training(script, variant).run();
     CHECK_EQ(found.size(), expected.size());
     for (size_t i = 0; i < found.size(); ++i) {

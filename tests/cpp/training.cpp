@@ -47,6 +47,16 @@ class Digest {
   uint64_t value_ = 1;
 };
 
+uint64_t digest_of(const TensorView& matrix) {
+  Digest digest;
+  std::vector<char> row(static_cast<size_t>(matrix.shape().columns * item_size(matrix.dtype())));
+  for (int64_t r = 0; r < matrix.shape().rows; ++r) {
+    matrix.gather(r, nullptr, matrix.shape().columns, row.data());
+    digest.add_array(matrix.dtype(), row.data(), matrix.shape().columns);
+  }
+  return digest.value();
+}
+
 int64_t selected_count(double ratio, int64_t columns) {
   if (ratio == 0) return 0;
   return std::min(columns,
@@ -314,9 +324,39 @@ void Training::step(const Event& event) {
         event.transposed ? transposed_strides(tensors_[i].sizes) : std::vector<int64_t>();
     o.gradient = engine_->view(tensors_[i].index, gradients[i].data(), static_cast<DType>(event.dtypes[i]), strides);
   }
+  if (variant_.stages) stage(all, plan, random);
   const FlushDenormals mode(variant_.flushes_denormals);
   call(all, [&](std::span<const Operand> operands) { engine_->commit(operands, plan); });
   for (Tensor& t : tensors_) t.suspect = false;
+}
+
+// What backward does in hook mode, with gradients that come back and go again now and then.
+void Training::stage(std::vector<Operand>& operands, const StepPlan& plan, Random random) {
+  const bool publishes = engine_->clock().publish_at == engine_->clock().step + 1 && !plan.selects && !plan.warm_up;
+  for (Operand& o : operands) {
+    Parameter& p = *o.parameter;
+    if (!o.gradient || !p.split() || random.chance(20)) continue;
+    const auto index = std::find_if(tensors_.begin(), tensors_.end(), [&](const Tensor& t) {
+                         return t.index >= 0 && &engine_->parameter(t.index) == &p;
+                       })->index;
+    std::vector<Operand> one{o};
+    do {
+      call(one, [&](std::span<const Operand> operand) { engine_->stage(operand[0], plan, plan.max_grad_norm > 0); });
+      one = {o};
+      if (!random.chance(20)) break;
+      std::vector<char> back(static_cast<size_t>(p.shape().count() * item_size(o.gradient.dtype())));
+      const int64_t sizes[] = {p.shape().rows, p.shape().columns};
+      one[0].gradient = TensorView(back.data(), o.gradient.dtype(), sizes, {});
+      call(one, [&](std::span<const Operand> operand) { engine_->unstage(index, operand[0].gradient.at(0)); });
+      CHECK_EQ(digest_of(TensorView(back.data(), o.gradient.dtype(), sizes, {})), digest_of(o.gradient));
+      one = {o};
+    } while (true);
+    o.gradient = TensorView();
+    o.staged = true;
+    if (!publishes || random.chance(30)) continue;
+    one = {o};
+    call(one, [&](std::span<const Operand> operand) { engine_->publish_early(operand[0]); });
+  }
 }
 
 Training::Exported Training::export_state(const Tensor& t) {

@@ -46,6 +46,7 @@ struct Variant {
   bool stream = false;
   bool restarts = false;  // plays kRestart and kMove
   bool flushes_denormals = false;
+  bool stages = false;   // gradients leave before the step, most of them, and finished windows come back before it
   bool patient = false;  // lets the host finish after each event, so that no wait is ever needed
 };
 
@@ -95,6 +96,7 @@ class Training {
   void play(const Event& event);
   void edit(int parameter, uint64_t seed, bool tracked);
   void step(const Event& event);
+  void stage(std::vector<zenflow::Operand>& operands, const zenflow::StepPlan& plan, Random random);
   void expect_moments(Tensor& t, const zenflow::Hyper& hyper, zenflow::DType dtype, const std::vector<char>& gradient,
                       bool transposed) const;
   bool knows_moments() const { return variant_.patient && !script_.settings.mean && script_.max_grad_norm == 0; }

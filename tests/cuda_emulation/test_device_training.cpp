@@ -11,7 +11,8 @@ namespace {
 
 void same_as_on_the_cpu(uint64_t seed, int events, const Variant& variant, const zenflow::TransferSizes& sizes) {
   const Script script = random_script(seed, events);
-  const std::vector<uint64_t> expected = Training(script, {.name = "CPU", .stream = variant.stream}).run();
+  const std::vector<uint64_t> expected =
+      Training(script, {.name = "CPU", .stream = variant.stream, .restarts = variant.restarts}).run();
   const std::vector<uint64_t> found = EmulatedTraining(script, variant, sizes).run();
   CHECK_EQ(found.size(), expected.size());
   for (size_t i = 0; i < found.size(); ++i) CHECK_EQ(found[i], expected[i]);
@@ -30,6 +31,16 @@ TEST(a_training_that_is_saved_and_moved_on_the_device_gives_the_bits_of_the_cpu)
   for (uint64_t seed = 11; seed <= 14; ++seed) {
     emulation::set_seed(seed);
     same_as_on_the_cpu(seed, 24, {.name = "device", .threads = 1, .restarts = true}, {1 << 16, 3});
+  }
+}
+
+TEST(a_training_whose_gradients_leave_early_gives_the_bits_of_the_cpu) {
+  emulation::set_delay(200);
+  for (uint64_t seed = 31; seed <= 36; ++seed) {
+    emulation::set_seed(seed);
+    same_as_on_the_cpu(seed, 24,
+                       {.name = "hooks", .threads = 2, .stream = seed % 2 == 0, .restarts = true, .stages = true},
+                       {4096, 3});
   }
 }
 
