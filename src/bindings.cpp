@@ -36,6 +36,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("shutdown", &shutdown_all, py::call_guard<py::gil_scoped_release>());
 
   bind_engine(m);
+#ifdef ZENFLOW_EMULATED
+  bind_emulation(m);
+#endif
 }
 
 }  // namespace zenflow

@@ -10,6 +10,7 @@
 #include "errors.h"
 #include "fiber.h"
 #include "memory.h"
+#include "symbol.h"
 
 namespace emulation {
 namespace {
@@ -92,13 +93,14 @@ void check_device_access(uintptr_t address, size_t bytes) {
   in_kernel = true;
 }
 
-void check_host_access(uintptr_t address, size_t bytes) {
+void check_host_access(uintptr_t address, size_t bytes, const void* code) {
   known_to_host.follow(regions_version(), -1);
   if (known_to_host.holds(address, bytes)) return;
   const auto* pointer = reinterpret_cast<const void*>(address);
   const auto region = region_of(pointer);
   if (region && region->space == Space::kDevice) {
-    keep({cudaErrorIllegalAddress, "host code touches " + std::to_string(bytes) + " bytes at " + describe(pointer)});
+    keep({cudaErrorIllegalAddress, "host code touches " + std::to_string(bytes) + " bytes at " + describe(pointer) +
+                                       " in " + symbol_name(code)});
     return;
   }
   const auto [begin, end] = between_device_regions(address);
@@ -107,20 +109,20 @@ void check_host_access(uintptr_t address, size_t bytes) {
 
 }  // namespace
 
-void check_access(uintptr_t address, size_t bytes) {
+void check_access(uintptr_t address, size_t bytes, const void* code) {
   if (hidden) return;
   if (in_kernel) {
     check_device_access(address, bytes);
   } else {
-    check_host_access(address, bytes);
+    check_host_access(address, bytes, code);
   }
 }
 
 }  // namespace emulation
 
-#define EMULATION_ACCESS(name, bytes)                          \
-  extern "C" void __asan_##name##_noabort(uintptr_t address) { \
-    emulation::check_access(address, bytes);                   \
+#define EMULATION_ACCESS(name, bytes)                                     \
+  extern "C" void __asan_##name##_noabort(uintptr_t address) {            \
+    emulation::check_access(address, bytes, __builtin_return_address(0)); \
   }
 EMULATION_ACCESS(load1, 1)
 EMULATION_ACCESS(load2, 2)
@@ -135,10 +137,10 @@ EMULATION_ACCESS(store16, 16)
 #undef EMULATION_ACCESS
 
 extern "C" void __asan_loadN_noabort(uintptr_t address, size_t bytes) {
-  emulation::check_access(address, bytes);
+  emulation::check_access(address, bytes, __builtin_return_address(0));
 }
 extern "C" void __asan_storeN_noabort(uintptr_t address, size_t bytes) {
-  emulation::check_access(address, bytes);
+  emulation::check_access(address, bytes, __builtin_return_address(0));
 }
 // The rest of what the instrumentation calls; nothing to do.
 extern "C" void __asan_handle_no_return() {}

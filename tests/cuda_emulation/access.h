@@ -11,10 +11,11 @@
 
 namespace emulation {
 
+// `code` is where the access is made.
 #ifdef EMULATION_CHECKS_ACCESS
-void check_access(uintptr_t address, size_t bytes);
+void check_access(uintptr_t address, size_t bytes, const void* code = nullptr);
 #else
-inline void check_access(uintptr_t, size_t) {}
+inline void check_access(uintptr_t, size_t, const void* = nullptr) {}
 #endif
 
 }  // namespace emulation

@@ -68,6 +68,15 @@ void check(const Region& region) {
   forbid(reinterpret_cast<void*>(region.begin), padded(region.bytes));
 }
 
+bool is_freed(const void* address) {
+  const Invisible invisible;
+  const std::lock_guard lock(memory().mutex);
+  for (const Region& region : memory().freed) {
+    if (number(address) >= region.begin && number(address) < region.end()) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 std::optional<Region> region_of(const void* address) {
@@ -180,7 +189,7 @@ std::string describe(const void* address) {
   text << address;
   const auto region = region_of(address);
   if (!region) {
-    text << " (pageable host memory)";
+    text << (is_freed(address) ? " (device memory that was freed)" : " (pageable host memory)");
   } else if (region->space == Space::kDevice) {
     text << " (byte " << number(address) - region->begin << " of " << region->bytes << " of memory of device "
          << region->device << ")";

@@ -28,9 +28,9 @@ std::string mangled_name(const char* module, uint64_t offset) {
     const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(file.data() + sections[s].sh_offset);
     const char* names = file.data() + sections[sections[s].sh_link].sh_offset;
     for (uint64_t i = 0; i < sections[s].sh_size / sizeof(ElfW(Sym)); ++i) {
-      if (symbols[i].st_value == offset && ELF64_ST_TYPE(symbols[i].st_info) == STT_FUNC) {
-        return names + symbols[i].st_name;
-      }
+      const auto& symbol = symbols[i];
+      const bool holds = offset >= symbol.st_value && offset - symbol.st_value < symbol.st_size;
+      if (holds && ELF64_ST_TYPE(symbol.st_info) == STT_FUNC) return names + symbol.st_name;
     }
   }
   return "";
@@ -38,12 +38,12 @@ std::string mangled_name(const char* module, uint64_t offset) {
 
 }  // namespace
 
-std::string symbol_name(const void* function) {
+std::string symbol_name(const void* code) {
   Dl_info info;
   link_map* map = nullptr;
-  if (dladdr1(function, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) != 0 && map != nullptr) {
+  if (dladdr1(code, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) != 0 && map != nullptr) {
     const char* module = map->l_name[0] != '\0' ? map->l_name : "/proc/self/exe";
-    const std::string name = mangled_name(module, reinterpret_cast<uint64_t>(function) - map->l_addr);
+    const std::string name = mangled_name(module, reinterpret_cast<uint64_t>(code) - map->l_addr);
     int status = 0;
     char* plain = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
     if (plain != nullptr) {
@@ -54,7 +54,7 @@ std::string symbol_name(const void* function) {
     if (!name.empty()) return name;
   }
   std::ostringstream address;
-  address << "kernel at " << function;
+  address << "code at " << code;
   return address.str();
 }
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The name of a function of this process, from its module's symbol table; its address where there is none.
+// The name of the function that holds an address of this process's code, from its module's symbol table; the address
+// where there is none.
 #pragma once
 
 #include <string>
 
 namespace emulation {
 
-std::string symbol_name(const void* function);
+std::string symbol_name(const void* code);
 
 }  // namespace emulation
