@@ -20,10 +20,12 @@ __global__ void __launch_bounds__(kTileThreads)
   const ColumnPart part = tiles.mine();
   const int64_t slot = part.column < tiles.columns ? place[part.column] : -1;
   if (slot < 0) return;
+  const auto elements = part.walk(weight + part.column, tiles.columns);
+  const uint64_t* key = keys.key + (part.first - tiles.first_row());
   uint64_t sum = 0;
   move_rows(
-      part, [&](int64_t r) { return weight[r * tiles.columns + part.column]; },
-      [&](int64_t r, Bits<D> bits) { sum += keys.key[r - tiles.first_row()] * checked_bits<D>(bits); });
+      part, [&](int k) { return elements[k]; },
+      [&](int k, Bits<D> bits) { sum += key[k * part.step] * checked_bits<D>(bits); });
   add_to(checksums + slot, sum);
 }
 

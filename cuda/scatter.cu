@@ -19,14 +19,16 @@ __global__ void __launch_bounds__(kTileThreads) scatter_rows(const Tiles tiles, 
   const ColumnPart part = tiles.mine();
   const int64_t slot = part.column < tiles.columns ? pass.place[part.column] : -1;
   if (slot < 0) return;
-  const auto* upload = static_cast<const Bits<D>*>(pass.upload) + slot;
-  auto* weight = static_cast<Bits<D>*>(pass.weight) + pass.first_row * pass.columns + part.column;
+  const auto from = part.walk(static_cast<const Bits<D>*>(pass.upload) + slot, pass.slots);
+  const auto to =
+      part.walk(static_cast<Bits<D>*>(pass.weight) + pass.first_row * pass.columns + part.column, pass.columns);
+  const uint64_t* key = keys.key + (part.first - tiles.first_row());
   uint64_t sum = 0;
   move_rows(
-      part, [&](int64_t r) { return upload[r * pass.slots]; },
-      [&](int64_t r, Bits<D> bits) {
-        weight[r * pass.columns] = bits;
-        if constexpr (kSums) sum += keys.key[r - tiles.first_row()] * checked_bits<D>(bits);
+      part, [&](int k) { return from[k]; },
+      [&](int k, Bits<D> bits) {
+        to[k] = bits;
+        if constexpr (kSums) sum += key[k * part.step] * checked_bits<D>(bits);
       });
   if constexpr (kSums) add_to(pass.checksums + slot, sum);
 }
@@ -38,12 +40,11 @@ __global__ void __launch_bounds__(kTileThreads)
     move_columns(const Tiles tiles, Item* matrix, int64_t stride, const int32_t* columns, Item* compact) {
   const ColumnPart part = tiles.mine();
   if (part.column >= tiles.columns) return;
-  const int64_t column = columns[part.column];
-  const auto inside = [&](int64_t r) -> Item& { return matrix[r * stride + column]; };
-  const auto apart = [&](int64_t r) -> Item& { return compact[r * tiles.columns + part.column]; };
+  const auto inside = part.walk(matrix + columns[part.column], stride);
+  const auto apart = part.walk(compact + part.column, tiles.columns);
   move_rows(
-      part, [&](int64_t r) { return kGathers ? inside(r) : apart(r); },
-      [&](int64_t r, Item item) { (kGathers ? apart(r) : inside(r)) = item; });
+      part, [&](int k) { return kGathers ? inside[k] : apart[k]; },
+      [&](int k, Item item) { (kGathers ? apart : inside)[k] = item; });
 }
 
 template <bool kGathers>

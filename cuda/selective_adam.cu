@@ -77,20 +77,22 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 
   const int block_rows = static_cast<int>(tiles.end_row() - tiles.first_row());
+  const int lane_row = static_cast<int>(part.first - tiles.first_row());
+  const auto whole = part.walk(gradient + part.column, tiles.columns);
+  const auto slot = part.walk(packed + place, columns.slots);
   const float scale = state.rule.scale();
   int buffer = 0;
   for (int done = 0; done * part.step < block_rows; done += kRowsInFlight, buffer ^= 1) {
-    const int64_t first = tiles.first_row() + done * part.step;
-    const auto rows = load_rows(part, done, [&](int64_t r) { return gradient[r * tiles.columns + part.column]; });
+    const auto rows = load_rows(part, done, [&](int k) { return whole[k]; });
     if (place >= 0) {
-      store_rows(part, done, rows,
-                 [&](int64_t r, Bits<G> g) { packed[r * columns.slots + place] = packed_element<G, P>(g); });
+      store_rows(part, done, rows, [&](int k, Bits<G> g) { slot[k] = packed_element<G, P>(g); });
     } else {
-      store_rows(part, done, rows,
-                 [&](int64_t r, Bits<G> g) { staged[buffer][static_cast<int>(r - first) * count + index] = g; });
+      Bits<G>* own = staged[buffer] + lane_row * count + index;
+      store_rows(part, done, rows, [&](int k, Bits<G> g) { own[(k - done) * part.step * count] = g; });
     }
     if (count == 0) continue;
     __syncthreads();
+    const int64_t first = tiles.first_row() + done * part.step;
     const int left = block_rows - done * part.step, most = kRowsInFlight * part.step;
     const int elements = (left < most ? left : most) * count;
 #pragma unroll 1
@@ -111,16 +113,19 @@ __global__ void __launch_bounds__(kTileThreads)
   const ColumnPart part = tiles.mine();
   if (part.column >= tiles.columns) return;
   const int64_t place = columns.place[part.column];
-  const auto whole = [&](int64_t r) -> Bits<G>& { return gradient[r * tiles.columns + part.column]; };
-  const auto slot = [&](int64_t r) -> Bits<P>& { return packed[r * columns.slots + place]; };
-  const auto own = [&](int64_t r) -> Bits<G>& { return kept[r * columns.width - 1 - place]; };
-  if constexpr (kPacks) {
-    move_rows(
-        part, [&](int64_t r) { return whole(r); },
-        [&](int64_t r, Bits<G> g) { place >= 0 ? void(slot(r) = packed_element<G, P>(g)) : void(own(r) = g); });
+  const auto whole = part.walk(gradient + part.column, tiles.columns);
+  if (place >= 0) {
+    const auto slot = part.walk(packed + place, columns.slots);
+    if constexpr (kPacks) {
+      move_rows(part, [&](int k) { return whole[k]; }, [&](int k, Bits<G> g) { slot[k] = packed_element<G, P>(g); });
+    } else {
+      move_rows(part, [&](int k) { return slot[k]; }, [&](int k, Bits<G> g) { whole[k] = g; });
+    }
   } else {
+    const auto own = part.walk(kept - 1 - place, columns.width);
     move_rows(
-        part, [&](int64_t r) { return place >= 0 ? slot(r) : own(r); }, [&](int64_t r, Bits<G> g) { whole(r) = g; });
+        part, [&](int k) { return kPacks ? whole[k] : own[k]; },
+        [&](int k, Bits<G> g) { (kPacks ? own : whole)[k] = g; });
   }
 }
 

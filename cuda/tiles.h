@@ -17,10 +17,27 @@ constexpr int kTileThreads = 256;
 constexpr int kTileRows = 64;  // for each thread
 constexpr int kRowsInFlight = 8;
 
+// An element of each of a thread's rows. The address of one is a single multiply-add.
+template <class T>
+struct Walk {
+  T* first;
+  int stride;  // in bytes
+
+  __device__ __forceinline__ T& operator[](int k) const {
+    return *reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(first) + int64_t{k} * stride);
+  }
+};
+
 // One thread's part of a column: `count` rows from `first`, `step` apart.
 struct ColumnPart {
   int64_t column, first;
   int step, count;
+
+  // The part's elements of an array of which `column` points into row 0, and whose rows are `length` elements long.
+  template <class T>
+  __device__ __forceinline__ Walk<T> walk(T* column, int64_t length) const {
+    return {column + first * length, static_cast<int>(step * length * static_cast<int64_t>(sizeof(T)))};
+  }
 };
 
 struct Tiles {
@@ -57,13 +74,13 @@ struct Tiles {
   }
 };
 
-// The loads of kRowsInFlight rows of a part, from its row number `done` on; and what is done with them.
+// load(k) for kRowsInFlight of the part's rows, from row k = done on; and store(k, what was loaded).
 template <class Load>
 __device__ __forceinline__ auto load_rows(const ColumnPart& part, int done, Load&& load) {
-  Pack<decltype(load(part.first)), kRowsInFlight> rows;
+  Pack<std::decay_t<decltype(load(0))>, kRowsInFlight> rows;
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
-    if (done + u < part.count) rows.item[u] = load(part.first + (done + u) * int64_t{part.step});
+    if (done + u < part.count) rows.item[u] = load(done + u);
   }
   return rows;
 }
@@ -73,11 +90,11 @@ __device__ __forceinline__ void store_rows(const ColumnPart& part, int done, con
                                            Store&& store) {
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
-    if (done + u < part.count) store(part.first + (done + u) * int64_t{part.step}, rows.item[u]);
+    if (done + u < part.count) store(done + u, rows.item[u]);
   }
 }
 
-// store(row, load(row)) for all rows of the part.
+// store(k, load(k)) for all rows of the part.
 template <class Load, class Store>
 __device__ __forceinline__ void move_rows(const ColumnPart& part, Load&& load, Store&& store) {
   for (int done = 0; done < part.count; done += kRowsInFlight) {
