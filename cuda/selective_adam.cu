@@ -72,19 +72,17 @@ __global__ void __launch_bounds__(kTileThreads)
     if (w < warp % warps) index += selected_in[w];
     count += selected_in[w];
   }
-  if (place < 0 && warp < warps) {
-    selected[index] = {static_cast<int32_t>(part.column), -1 - place};
-  }
+  if (place < 0 && warp < warps) selected[index] = {static_cast<int32_t>(part.column), -1 - place};
 
   const int block_rows = static_cast<int>(tiles.end_row() - tiles.first_row());
   const int lane_row = static_cast<int>(part.first - tiles.first_row());
   const auto whole = part.walk(gradient + part.column, tiles.columns);
-  const auto slot = part.walk(packed + place, columns.slots);
   const float scale = state.rule.scale();
   int buffer = 0;
   for (int done = 0; done * part.step < block_rows; done += kRowsInFlight, buffer ^= 1) {
     const auto rows = load_rows(part, done, [&](int k) { return whole[k]; });
     if (place >= 0) {
+      const auto slot = part.walk(packed + place, columns.slots);
       store_rows(part, done, rows, [&](int k, Bits<G> g) { slot[k] = packed_element<G, P>(g); });
     } else {
       Bits<G>* own = staged[buffer] + lane_row * count + index;
@@ -95,7 +93,7 @@ __global__ void __launch_bounds__(kTileThreads)
     const int64_t first = tiles.first_row() + done * part.step;
     const int left = block_rows - done * part.step, most = kRowsInFlight * part.step;
     const int elements = (left < most ? left : most) * count;
-#pragma unroll 1
+#pragma unroll 1  // few turns, so more of them at once would only take registers
     for (int e = static_cast<int>(threadIdx.x); e < elements; e += kTileThreads) {
       const int row = e / count;
       const Selected s = selected[e - row * count];
