@@ -438,6 +438,19 @@ def test_a_ratio_changed_between_backward_and_step_counts_at_once():
     assert_hooks_change_no_bit(small_model, loop, 20)
 
 
+@pytest.mark.parametrize("action", ["flush", "synchronize", "state_dict"])
+def test_what_is_called_between_backward_and_step_changes_what_the_step_does_and_no_more(action):
+    """flush() in mid-window makes the next step the first of a window, which may select."""
+
+    def loop(model, optimizer, batch):
+        loss_of(model, batch).backward()
+        getattr(optimizer, action)()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_hooks_change_no_bit(small_model, loop, 20, select_interval=4)
+
+
 def test_a_parameter_group_that_is_added_later_is_followed():
     def weights(hooks):
         torch.manual_seed(3)
@@ -545,6 +558,11 @@ def test_an_applied_gradient_is_refused_rather_than_applied_again():
         with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before the next backward"):
             again()
     assert torch.equal(p, before)
+    kept, p.grad = p.grad, None
+    give_random([p], 1)
+    with pytest.raises(RuntimeError, match=r"look at it before step\(\)"):
+        kept.norm()  # and not the gradient that took its place
+    p.grad = kept
     optimizer.zero_grad(set_to_none=False)
     give_random([p], 1)
     optimizer.step()
@@ -613,6 +631,19 @@ def test_hooks_vanish_with_the_optimizer_and_gradients_stay_readable():
     assert gone() is None and hooks_of(p) == 0
     with pytest.warns(UserWarning, match=BROUGHT_BACK):
         assert torch.equal(p.grad, gradient)
+
+
+def test_two_optimizers_of_one_parameter_both_get_its_gradient():
+    [p], [q] = random_parameters(), random_parameters()
+    ours = [offloading([p]), offloading([p], lr=0.1)]
+    theirs = [offloading([q], offload_gradients=False), offloading([q], lr=0.1, offload_gradients=False)]
+    for step in range(6):
+        for parameter, players in ((p, ours), (q, theirs)):
+            give_random([parameter], step)
+            for player in players:
+                player.step()
+            players[0].zero_grad(set_to_none=step % 2 == 0)
+        assert_all_same([p], [q], f"after step {step + 1}")
 
 
 def test_a_parameter_that_leaves_loses_its_hook():
@@ -718,6 +749,49 @@ def test_a_parameter_that_fires_twice_is_remembered_without_a_warning(use_reentr
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("announced", [None, 3])
+@pytest.mark.parametrize("inner", [1, 3])
+@pytest.mark.parametrize("outer_first", [True, False])
+def test_passes_within_a_pass_are_not_counted(announced, inner, outer_first):
+    """Segments that are checkpointed with use_reentrant=True run a pass each."""
+    outer, *segments = random_parameters(*[(8, 8)] * (1 + inner))
+    optimizer = offloading([outer, *segments], gradient_accumulation_steps=announced)
+    for _ in range(2):
+        for number in range(1, (announced or 1) + 1):
+            x = torch.ones(2, 8, requires_grad=True)
+            x = x if outer_first else x @ outer
+            for p in segments:
+                x = checkpoint(lambda y, p=p: y @ p, x, use_reentrant=True)
+            (x @ outer if outer_first else x).sum().backward()
+            assert optimizer._offload._batches.number == number
+            last = number == (announced or 1)
+            assert has_left(outer) == last
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_pass_within_a_function_of_the_user_is_not_counted():
+    p, q = random_parameters((8, 8), (8, 8))
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            with torch.enable_grad():
+                (q * 2).sum().backward()
+            return g
+
+    optimizer = offloading([p, q], gradient_accumulation_steps=1)
+    for _ in range(3):
+        Nested.apply(p * 3).sum().backward()
+        assert has_left(p) and has_left(q)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # Publication
 
 
@@ -791,6 +865,21 @@ def test_weights_shared_by_segments_only_later_stop_the_backward_that_published_
         use(2)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_in_the_first_backward_after_a_checkpoint_nothing_is_published_early():
+    """Weights may be shared by segments, and no hook has seen it yet."""
+    [p] = random_parameters((8, 8))
+    before = offloading([p], update_interval=1)
+    for step in range(3):
+        give_random([p], step)
+        before.step()
+        before.zero_grad()
+    optimizer = offloading([p], update_interval=1)
+    optimizer.load_state_dict(before.state_dict())
+    del before
+    gc.collect()
+    assert [published(optimizer, p, step) for step in range(3)] == [False, True, True]
 
 
 # Clipping and finiteness

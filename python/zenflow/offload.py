@@ -14,6 +14,7 @@ import weakref
 import torch
 from torch.nn.parameter import is_lazy
 
+from zenflow import devices
 from zenflow.micro_batches import MicroBatches
 from zenflow.offloaded_gradient import OffloadedGradient, Staged
 from zenflow.settings import selected_count
@@ -34,6 +35,7 @@ class GradientOffload:
         self._batches = MicroBatches(settings.gradient_accumulation_steps)
         self._measures = settings.max_grad_norm is not None or settings.skip_nonfinite
         self._hooks = {}  # by parameter
+        self._followed = None  # what they were made for
         self._staged = {}  # by parameter, weakly: what the engine holds since the last step
         self._groups = {}  # by parameter, as of this backward
         self._fired = set()  # parameters with a gradient since the last step
@@ -47,10 +49,14 @@ class GradientOffload:
 
     def follow(self):
         """Has a hook on each parameter of the optimizer that can be split, and on no other."""
+        parameters = [p for group in self._optimizer().param_groups for p in group["params"]]
+        followed = [(id(p), p.requires_grad, type(p)) for p in parameters]
+        if followed == self._followed:
+            return
+        self._followed = followed
         wanted = {
             p
-            for group in self._optimizer().param_groups
-            for p in group["params"]
+            for p in parameters
             if p.requires_grad and p.is_leaf and not is_lazy(p) and splits(p, True, self._settings)
         }
         for p in wanted - self._hooks.keys():
@@ -92,7 +98,7 @@ class GradientOffload:
         """Brings back what is staged, but for what to `keep`: the engine's state is about to change under it."""
         for p, reference in list(self._staged.items()):
             gradient = reference()
-            if gradient is not None and gradient.is_staged() and not keep(p, gradient.staged):
+            if gradient is not None and not keep(p, gradient.staged) and gradient.is_staged():
                 gradient.bring_back()
 
     def follow_changes(self, store, outdated):
@@ -114,7 +120,7 @@ class GradientOffload:
         kept, fitted = set(), []
         for p, group, gradient in parameters:
             if isinstance(gradient, OffloadedGradient):
-                if gradient.is_staged() and fits(p, group, gradient.staged):
+                if gradient.held is None and fits(p, group, gradient.staged):
                     kept.add(p)
                 else:
                     gradient = gradient.bring_back()
@@ -142,10 +148,12 @@ class GradientOffload:
             gradient = p.grad
             self._fired.add(p)
             if isinstance(gradient, OffloadedGradient):
-                staged, added_to = gradient.staged, not gradient.zeroed
-                gradient = p.grad = gradient.bring_back()
-                if added_to:
-                    return self._receive_again(p, staged)
+                p.grad = gradient.bring_back()
+                if gradient.staged.warn is not self._warn:
+                    return  # another optimizer has p too: both find it in p.grad
+                if not gradient.zeroed:
+                    return self._receive_again(p, gradient.staged)
+                gradient = p.grad
             if not self._batches.waits() and p not in self._in_parts and self._may_leave(p, gradient):
                 self._stage(p, gradient)
 
@@ -156,6 +164,11 @@ class GradientOffload:
             raise RuntimeError(
                 "offload_gradients=True does not work with several processes: gradients would leave before they are "
                 "averaged. Use offload_gradients=False"
+            )
+        if devices.is_capturing():
+            raise RuntimeError(
+                "a backward in which gradients leave cannot be captured in a CUDA graph: part of that runs on the "
+                "host. Use offload_gradients=False"
             )
         others = [q for q in self._hooks if q is not p]
         if others and all(q.grad is None for q in others):  # somebody threw away what came before
@@ -207,8 +220,9 @@ class GradientOffload:
         store.use_current_streams()
         engine.stage(row, plan.warm_up, plan.selects, self._measures)
         staged = Staged(store, record.index, plan, self._batches.number, self._warn)
-        p.grad = offloaded = OffloadedGradient(gradient, staged)
-        self._staged[p] = weakref.ref(offloaded)
+        offloaded = OffloadedGradient(gradient, staged)
+        self._staged[p] = weakref.ref(offloaded)  # before p.grad: an interrupt leaves nothing there that is not known
+        p.grad = offloaded
         # Weights change only for parameters that are known to have one gradient per step: this was p's last use.
         if engine.clock[3] == plan.step and not plan.selects and p in self._observed:
             staged.published = engine.publish_early((*record.weight_row(p), 0, 0, None, 0))
