@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kThreads) select_largest(const Batch<Task> bat
   const unsigned lower = (1u << lane) - 1;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
-    const unsigned are_above = __ballot_sync(kAll, key(i) > least), are_equal = __ballot_sync(kAll, key(i) == least);
+    const unsigned are_above = __ballot_sync(kAll, key(i) > least);
+    const unsigned are_equal = __ballot_sync(kAll, key(i) == least);
     const unsigned equal_before = equal + __popc(are_equal & lower);
     const bool wins = are_above >> lane & 1 || (are_equal >> lane & 1 && equal_before < wanted);
     const unsigned at = above + __popc(are_above & lower) + (equal_before < wanted ? equal_before : wanted);
