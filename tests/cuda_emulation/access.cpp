@@ -72,29 +72,30 @@ Range static_data_around(uintptr_t address) {
 }
 
 // The range around an address that the running kernel may touch; an empty one if it may not.
-Range device_range_around(uintptr_t address) {
+Range device_range_around(uintptr_t address, int device) {
   const auto region = region_of(reinterpret_cast<const void*>(address));
   if (!region) return static_data_around(address);
-  const bool good = region->space == Space::kDevice ? region->device == running_device() : region->mapped;
+  const bool good = region->space == Space::kDevice ? region->device == device : region->mapped;
   return good ? Range{region->begin, region->end()} : Range();
 }
 
 void check_device_access(uintptr_t address, size_t bytes) {
   const auto frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
   if (address >= frame && address < frame + Fiber::kStackBytes) return;
-  known_to_device.follow(regions_version(), running_device());
+  known_to_device.follow(region_changes.load(std::memory_order_acquire), running_on);
   if (known_to_device.holds(address, bytes)) return;
-  in_kernel = false;
-  const Range range = device_range_around(address);
+  const int device = running_on;
+  running_on = -1;  // what follows is the emulator's own
+  const Range range = device_range_around(address, device);
   if (!range.holds(address, bytes)) {
     fail_thread("touches " + std::to_string(bytes) + " bytes at " + describe(reinterpret_cast<const void*>(address)));
   }
   known_to_device.add(range);
-  in_kernel = true;
+  running_on = device;
 }
 
 void check_host_access(uintptr_t address, size_t bytes, const void* code) {
-  known_to_host.follow(regions_version(), -1);
+  known_to_host.follow(region_changes.load(std::memory_order_acquire), -1);
   if (known_to_host.holds(address, bytes)) return;
   const auto* pointer = reinterpret_cast<const void*>(address);
   const auto region = region_of(pointer);
@@ -111,7 +112,7 @@ void check_host_access(uintptr_t address, size_t bytes, const void* code) {
 
 void check_access(uintptr_t address, size_t bytes, const void* code) {
   if (hidden) return;
-  if (in_kernel) {
+  if (running_on >= 0) {
     check_device_access(address, bytes);
   } else {
     check_host_access(address, bytes, code);

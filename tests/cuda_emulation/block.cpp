@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "barrier_sites.h"
 #include "fiber.h"
 #include "sanitizers.h"
 #include "symbol.h"
@@ -13,7 +14,7 @@
 namespace emulation {
 
 __thread Here here;
-__thread bool in_kernel = false;
+__thread int running_on = -1;
 
 namespace {
 
@@ -39,8 +40,8 @@ class Block {
   bool run(const Launch& launch, uint3 index, Random& random);
   int barrier(Barrier barrier, int predicate, Site site);
   uint64_t warp(Warp operation, unsigned mask, uint64_t value, int source, Site site);
+  unsigned own_lane() const { return 1u << lane_of(*self_); }
   [[noreturn]] void stop(const std::string& what);
-  int device() const { return launch_->device; }
   const std::string& failure() const { return failure_; }
   void forget_failure() { failure_.clear(); }
 
@@ -169,9 +170,9 @@ void Block::fail(const Thread& thread, const std::string& what) {
 void Block::body(void* block) {
   auto* self = static_cast<Block*>(block);
   acquire(&self->begins_);
-  in_kernel = true;
+  running_on = self->launch_->device;
   self->launch_->call(self->launch_->function, self->launch_->arguments);
-  in_kernel = false;
+  running_on = -1;
   release(&self->ends_);
   self->self_->state = State::kExited;
 }
@@ -348,28 +349,32 @@ std::vector<uint3> shuffled_blocks(dim3 grid, Random& random) {
   return blocks;
 }
 
+// In its scope a fiber runs the emulator's code.
+class EmulatorsOwn {
+ public:
+  EmulatorsOwn() { running_on = -1; }
+  ~EmulatorsOwn() { running_on = device_; }
+
+ private:
+  const int device_ = running_on;
+};
+
 }  // namespace
 
 int block_barrier(Barrier barrier, int predicate, Site site) {
-  in_kernel = false;
-  const int result = running->barrier(barrier, predicate, site);
-  in_kernel = true;
-  return result;
+  const EmulatorsOwn own;
+  if (!barrier_is_kept(site)) return predicate != 0;
+  return running->barrier(barrier, predicate, site);
 }
 
 uint64_t warp_operation(Warp operation, unsigned mask, uint64_t value, int source, Site site) {
-  in_kernel = false;
-  const uint64_t result = running->warp(operation, mask, value, source, site);
-  in_kernel = true;
-  return result;
+  const EmulatorsOwn own;
+  if (!barrier_is_kept(site)) mask = running->own_lane();
+  return running->warp(operation, mask, value, source, site);
 }
 
 void fail_thread(const std::string& what) {
   running->stop(what);
-}
-
-int running_device() {
-  return running->device();
 }
 
 std::string run_launch(const Launch& launch, Random& random) {

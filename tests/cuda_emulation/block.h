@@ -18,7 +18,7 @@ struct Here {
   uint3 thread, block, block_size, grid_size;
 };
 extern __thread Here here;
-extern __thread bool in_kernel;  // whether this thread runs device code, not the emulator's
+extern __thread int running_on;  // the device whose code this thread runs now; -1: it is host code, or the emulator's
 
 enum class Barrier : uint8_t { kPlain, kCount, kAnd, kOr };
 enum class Warp : uint8_t { kSync, kBallot, kShuffle, kAdd, kMin, kMax, kAnd, kOr, kXor, kMatch };
@@ -29,7 +29,6 @@ uint64_t warp_operation(Warp operation, unsigned mask, uint64_t value, int sourc
 
 // Called for the running thread of device code, which did something wrong: it does not go on.
 [[noreturn]] void fail_thread(const std::string& what);
-int running_device();
 
 // A kernel with its arguments, ready to be called by each thread.
 struct Launch {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory.h"
 
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -13,17 +12,19 @@
 #include "sanitizers.h"
 
 namespace emulation {
+
+std::atomic<uint64_t> region_changes = 1;
+
 namespace {
 
 // NaNs in fp32, bf16 and fp16; large negative numbers as integers.
 constexpr uint16_t kFresh = 0xffc1, kFreed = 0xffd2;
-constexpr size_t kHeldBack = size_t{64} << 20;
+constexpr size_t kHeldBack = size_t{4} << 20;
 constexpr size_t kAlignment = 256;  // cudaMalloc's
 
 struct Memory {
   std::mutex mutex;
   std::map<uintptr_t, Region> regions;
-  std::atomic<uint64_t> version = 1;
   std::deque<Region> freed;
   size_t freed_bytes = 0;
 };
@@ -96,10 +97,6 @@ bool meets_region(const void* begin, size_t bytes) {
   return after != memory().regions.end() && after->first < number(begin) + bytes;
 }
 
-uint64_t regions_version() {
-  return memory().version.load(std::memory_order_acquire);
-}
-
 std::pair<uintptr_t, uintptr_t> between_device_regions(uintptr_t address) {
   const Invisible invisible;
   const std::lock_guard lock(memory().mutex);
@@ -119,7 +116,7 @@ void add_region(const Region& region) {
   const Invisible invisible;
   const std::lock_guard lock(memory().mutex);
   memory().regions[region.begin] = region;
-  ++memory().version;
+  ++region_changes;
 }
 
 bool remove_region(const void* begin, Space space) {
@@ -128,7 +125,7 @@ bool remove_region(const void* begin, Space space) {
   const auto found = memory().regions.find(number(begin));
   if (found == memory().regions.end() || found->second.space != space) return false;
   memory().regions.erase(found);
-  ++memory().version;
+  ++region_changes;
   return true;
 }
 
@@ -136,7 +133,7 @@ void drop_adopted(const void* begin, size_t bytes) {
   const Invisible invisible;
   const std::lock_guard lock(memory().mutex);
   auto& regions = memory().regions;
-  ++memory().version;
+  ++region_changes;
   auto next = find(number(begin));
   if (next == regions.end()) next = regions.lower_bound(number(begin));
   while (next != regions.end() && next->first < number(begin) + bytes) {
@@ -154,7 +151,7 @@ void* allocate_device(size_t bytes, int device) {
   forbid(static_cast<char*>(address) + bytes, padded(bytes) - bytes);
   const std::lock_guard lock(memory().mutex);
   memory().regions[region.begin] = region;
-  ++memory().version;
+  ++region_changes;
   return address;
 }
 
@@ -165,7 +162,7 @@ void free_device(const Region& region) {
   forbid(reinterpret_cast<void*>(region.begin), padded(region.bytes));
   const std::lock_guard lock(memory().mutex);
   memory().regions.erase(region.begin);
-  ++memory().version;
+  ++region_changes;
   memory().freed.push_back(region);
   memory().freed_bytes += padded(region.bytes);
   while (memory().freed_bytes > kHeldBack) {

@@ -3,6 +3,7 @@
 // call.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -30,8 +31,8 @@ struct Region {
 std::optional<Region> region_of(const void* address);
 // Whether any byte of these lies in a region.
 bool meets_region(const void* begin, size_t bytes);
-// Changes whenever a region comes or goes.
-uint64_t regions_version();
+// Grows whenever a region comes or goes.
+extern std::atomic<uint64_t> region_changes;
 // The widest range around `address`, which is in none, that no device memory is in.
 std::pair<uintptr_t, uintptr_t> between_device_regions(uintptr_t address);
 void add_region(const Region& region);

@@ -22,10 +22,10 @@ int64_t number_from(const char* variable, int64_t otherwise) {
   return text != nullptr ? std::atoll(text) : otherwise;
 }
 
-// What all streams share. Few threads, short sections: one mutex and one condition do.
+// What all streams share.
 struct Machine {
   std::mutex mutex;
-  std::condition_variable changed;
+  std::condition_variable done;  // a record is
   std::vector<Stream*> streams;
   std::set<std::string> held;
   std::atomic<uint64_t> seed = static_cast<uint64_t>(number_from("ZENFLOW_EMULATION_SEED", 1));
@@ -59,18 +59,18 @@ std::shared_ptr<Stream> Stream::make(int device, const std::string& label) {
   return stream;
 }
 
-uint64_t Stream::push(Work work, std::vector<Span> touches) {
-  auto operation = std::make_unique<Operation>(Operation{std::move(work), std::move(touches), 0});
+uint64_t Stream::push(Work work, std::vector<Span> touches, bool sleeps) {
+  auto operation = std::make_unique<Operation>(Operation{std::move(work), std::move(touches), sleeps, 0});
   release(operation.get());
   const Lock lock(machine().mutex);
   operation->sequence = ++queued_;
   queue_.push_back(std::move(operation));
-  machine().changed.notify_all();
+  wake_.notify_one();
   return queued_;
 }
 
 void Stream::queue(Work work, std::vector<Span> touches) {
-  push(std::move(work), std::move(touches));
+  push(std::move(work), std::move(touches), true);
 }
 
 std::shared_ptr<Record> Stream::record() {
@@ -81,10 +81,10 @@ std::shared_ptr<Record> Stream::record() {
     const Lock lock(machine().mutex);
     record->time = std::chrono::steady_clock::now();
     record->done = true;
-    machine().changed.notify_all();
+    machine().done.notify_all();
   };
   // The worker may complete it before this returns, but nobody asks for its sequence before that.
-  record->sequence = push(complete, {});
+  record->sequence = push(complete, {}, false);
   return record;
 }
 
@@ -95,13 +95,13 @@ void Stream::wait(std::shared_ptr<Record> record) {
           Lock lock(machine().mutex);
           blocked_ = true;
           if (!record->done) record->stream->demand(record->sequence);
-          machine().changed.notify_all();
-          machine().changed.wait(lock, [&] { return record->done; });
+          wake_held();
+          machine().done.wait(lock, [&] { return record->done; });
           blocked_ = false;
         }
         acquire(record.get());
       },
-      {});
+      {}, false);
 }
 
 bool Stream::query() {
@@ -118,12 +118,20 @@ void Stream::close() {
   const Lock lock(machine().mutex);
   closed_ = true;
   demand(queued_);
+  wake_.notify_one();
 }
 
 void Stream::demand(uint64_t sequence) {
   if (sequence <= demanded_) return;
   demanded_ = sequence;
-  machine().changed.notify_all();
+  wake_.notify_one();
+}
+
+// Whether a held stream may run depends on all others.
+void Stream::wake_held() {
+  for (Stream* stream : machine().streams) {
+    if (stream->held_) stream->wake_.notify_one();
+  }
 }
 
 bool Stream::may_run() const {
@@ -143,7 +151,7 @@ void Stream::sleep_a_while() {
 }
 
 void Stream::run(const Operation& operation) {
-  sleep_a_while();
+  if (operation.sleeps) sleep_a_while();
   acquire(&operation);
   operation.work(random_);
   release(this);
@@ -155,10 +163,11 @@ void Stream::run() {
     const Operation* operation = nullptr;
     {
       Lock lock(machine().mutex);
-      machine().changed.wait(lock, [&] { return may_run(); });
+      wake_.wait(lock, [&] { return may_run(); });
       if (queue_.empty()) {
         auto& streams = machine().streams;
         streams.erase(std::find(streams.begin(), streams.end(), this));
+        wake_held();
         return;
       }
       operation = queue_.front().get();
@@ -166,14 +175,14 @@ void Stream::run() {
     run(*operation);
     const Lock lock(machine().mutex);
     queue_.pop_front();
-    machine().changed.notify_all();
+    wake_held();
   }
 }
 
 void await(const std::shared_ptr<Record>& record) {
   Lock lock(machine().mutex);
   if (!record->done) record->stream->demand(record->sequence);
-  machine().changed.wait(lock, [&] { return record->done; });
+  machine().done.wait(lock, [&] { return record->done; });
 }
 
 void wait_for(const std::shared_ptr<Record>& record) {
@@ -218,8 +227,10 @@ void set_delay(int64_t microseconds) {
 void hold(const std::vector<std::string>& labels) {
   const Lock lock(machine().mutex);
   machine().held = {labels.begin(), labels.end()};
-  for (Stream* stream : machine().streams) stream->held_ = machine().held.count(stream->label_) > 0;
-  machine().changed.notify_all();
+  for (Stream* stream : machine().streams) {
+    stream->held_ = machine().held.count(stream->label_) > 0;
+    stream->wake_.notify_one();
+  }
 }
 
 }  // namespace emulation

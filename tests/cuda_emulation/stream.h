@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams and their records. A stream is a thread that runs its operations in order, each after a random delay. Nothing
-// orders two threads but what CUDA says: an operation comes after the call that queued it, after the records that it
-// waits for, and before what waits for it.
+// Streams and their records. A stream is a thread that runs its operations in order, each piece of work after a random
+// delay. Nothing orders two threads but what CUDA says: an operation comes after the call that queued it, after the
+// records that it waits for, and before what waits for it.
 //
 // A held stream is as slow as CUDA allows: it runs an operation only once somebody waits for it, and then only when all
 // other streams have nothing left to do or wait themselves.
@@ -10,6 +10,7 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -61,6 +62,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   struct Operation {
     Work work;
     std::vector<Span> touches;
+    bool sleeps;
     uint64_t sequence;
   };
 
@@ -70,15 +72,17 @@ class Stream : public std::enable_shared_from_this<Stream> {
   friend void hold(const std::vector<std::string>& labels);
   void run();
   void run(const Operation& operation);
-  uint64_t push(Work work, std::vector<Span> touches);
+  uint64_t push(Work work, std::vector<Span> touches, bool sleeps);
   void demand(uint64_t sequence);
   bool may_run() const;
+  static void wake_held();
   bool is_resting() const { return queue_.empty() || blocked_; }
   void sleep_a_while();
 
   const int device_;
   const std::string label_;
   Random random_;
+  std::condition_variable wake_;
   // Guarded by the machine's mutex.
   std::deque<std::unique_ptr<Operation>> queue_;  // the first one may be running
   uint64_t queued_ = 0, demanded_ = 0;
