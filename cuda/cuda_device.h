@@ -84,8 +84,8 @@ class CudaDevice : public Device, private PageLocker {
   template <class T>
   T* grown(Buffer& buffer, int64_t count);
   void release(Buffer& buffer) noexcept;
-  void copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind);
-  void finish_compute();
+  void download(void* host, const void* device, int64_t bytes);
+  void upload(void* device, const void* host, int64_t bytes);
 
   void pack(const SelectivePass& all, char* lane);
   SelectivePass selective_pass(const ReceivedGradient& received);
@@ -94,6 +94,7 @@ class CudaDevice : public Device, private PageLocker {
   void upload_corrections(std::span<const ReceivedGradient> gradients);
   void take_corrections(const GradientStep& step, const float*& column_step, const float*& column_root);
   void publish(const Operand& operand);
+  void send_after_compute();
   void update_map(ColumnMap& map, const std::vector<int32_t>& slot_columns, const std::vector<int32_t>& block_columns);
   void update_map(const Parameter& parameter, const TensorView& weight);
 
@@ -109,7 +110,7 @@ class CudaDevice : public Device, private PageLocker {
   std::map<const Parameter*, ColumnMap> maps_;
   std::map<const Parameter*, Kept> kept_;
   bool refuses_page_locks_ = false;
-  bool wrote_host_ = false;  // kernels that write host arrays are queued, and no wait of Staging's covers them yet
+  bool writes_host_ = false;  // the caller's stream has work that writes host memory, and `down` has not waited for it
 
   std::vector<NormTask> measured_;
   Buffer norms_, norm_scratch_, squared_, clipped_, selected_, corrections_, upload_;

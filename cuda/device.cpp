@@ -38,8 +38,7 @@ std::vector<double> CudaDevice::squared_norms() {
   std::vector<double> squared(measured_.size());
   double* const device = grown<double>(squared_, static_cast<int64_t>(squared.size()));
   zenflow::squared_norms(measured_, device, compute_);
-  copy(squared.data(), device, static_cast<int64_t>(squared.size() * sizeof(double)), cudaMemcpyDeviceToHost);
-  finish_compute();
+  download(squared.data(), device, static_cast<int64_t>(squared.size() * sizeof(double)));
   return squared;
 }
 
@@ -53,16 +52,17 @@ std::optional<Coefficient> CudaDevice::clip(std::span<const Operand* const> oper
   for (int64_t i = 0; staged > 0 && i < count; ++i) {
     const Operand& o = *operands[i];
     const void* const from = o.staged ? kept_.at(o.parameter).norm.data : measured++;
-    copy(squared + i, from, sizeof(double), cudaMemcpyDeviceToDevice);
+    ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(squared + i, from, sizeof(double), cudaMemcpyDeviceToDevice, compute()));
   }
   auto* const clipped = grown<Clipped>(clipped_, 1);
   clip_coefficient(squared, count, max_norm, &clipped->norm, &clipped->coefficient, compute_);
 
   const int64_t kept = clips_.bytes() / static_cast<int64_t>(sizeof(Clipped));
   Clipped* const known = static_cast<Clipped*>(clips_.data()) + clip_count_++ % kept;
-  copy(known, clipped, sizeof(Clipped), cudaMemcpyDeviceToHost);
+  ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(known, clipped, sizeof(Clipped), cudaMemcpyDeviceToHost, compute()));
   ZENFLOW_CUDA_CHECK(cudaEventRecord(norm_known_.handle(), compute()));
   norm_asked_ = false;
+  writes_host_ = true;
   return Coefficient{1.0, &known->coefficient};
 }
 
@@ -88,8 +88,7 @@ std::vector<std::vector<int32_t>> CudaDevice::top_k(std::span<const size_t> whic
   }
   zenflow::top_k(tasks, compute_);
   std::vector<int32_t> all(static_cast<size_t>(total));
-  copy(all.data(), selected, total * 4, cudaMemcpyDeviceToHost);
-  finish_compute();
+  download(all.data(), selected, total * 4);
   auto first = all.begin();
   for (int64_t width : widths) selections.emplace_back(first, first + width), first += width;
   return selections;
@@ -116,6 +115,7 @@ void CudaDevice::apply(std::span<const ReceivedGradient> gradients) {
   }
   adam(tasks, coefficient, compute_);
   staging_.end();
+  if (packed > 0) writes_host_ = false;  // the last chunk has left behind all that was queued before
 }
 
 AdamTask CudaDevice::adam_task(const ReceivedGradient& g) {
@@ -174,7 +174,7 @@ void CudaDevice::upload_corrections(std::span<const ReceivedGradient> gradients)
   }
   if (all.empty()) return;
   next_correction_ = grown<float>(corrections_, static_cast<int64_t>(all.size()));
-  copy(next_correction_, all.data(), static_cast<int64_t>(all.size()) * 4, cudaMemcpyHostToDevice);
+  upload(next_correction_, all.data(), static_cast<int64_t>(all.size()) * 4);
 }
 
 void CudaDevice::take_corrections(const GradientStep& step, const float*& column_step, const float*& column_root) {
@@ -253,7 +253,7 @@ void CudaDevice::adopt_deferred_edits(std::span<const Operand* const> operands) 
                  map.checksums, map.found, arrays.last_written.device_address(), arrays.pending.device_address(),
                  static_cast<float*>(arrays.master.device_address())},
                 compute_);
-    wrote_host_ = true;
+    writes_host_ = true;
   }
 }
 
@@ -291,13 +291,17 @@ void CudaDevice::publish(const Operand& o) {
   p.published();
 }
 
+void CudaDevice::send_after_compute() {
+  if (!std::exchange(writes_host_, false)) return;
+  ZENFLOW_CUDA_CHECK(cudaEventRecord(queued_.handle(), compute()));
+  // Host memory that the caller's stream writes, edits and the clipping coefficient: who waits for this stream reads
+  // it.
+  ZENFLOW_CUDA_CHECK(cudaStreamWaitEvent(staging_.stream(), queued_.handle(), 0));
+}
+
 std::function<void()> CudaDevice::arrival() {
   const DeviceScope scope(ordinal_);
-  if (std::exchange(wrote_host_, false)) {
-    ZENFLOW_CUDA_CHECK(cudaEventRecord(queued_.handle(), compute()));
-    // Host arrays into which the caller's stream writes edits: the job reads them.
-    ZENFLOW_CUDA_CHECK(cudaStreamWaitEvent(staging_.stream(), queued_.handle(), 0));
-  }
+  send_after_compute();
   const auto arrived = std::make_shared<Event>();
   ZENFLOW_CUDA_CHECK(cudaEventRecord(arrived->handle(), staging_.stream()));
   return [arrived] {

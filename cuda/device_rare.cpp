@@ -49,17 +49,22 @@ void CudaDevice::release(Buffer& buffer) noexcept {
   buffer = {};
 }
 
-void CudaDevice::copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind) {
-  if (bytes > 0) ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, compute()));
+// To host memory that is not page-locked: CUDA returns when the copy is done.
+void CudaDevice::download(void* host, const void* device, int64_t bytes) {
+  if (bytes == 0) return;
+  ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, compute()));
 }
 
-void CudaDevice::finish_compute() {
-  ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(compute()));
+// From host memory that is not page-locked: CUDA returns when it has read it.
+void CudaDevice::upload(void* device, const void* host, int64_t bytes) {
+  if (bytes == 0) return;
+  ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, compute()));
 }
 
 void CudaDevice::wait() {
   const DeviceScope scope(ordinal_);
-  finish_compute();
+  send_after_compute();
+  // Host arrays: lanes, what the caller's stream writes, and what publication reads, for which that has waited.
   ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(staging_.stream()));
 }
 
@@ -93,13 +98,13 @@ class CudaDevice::HostBlock {
   void download(CudaDevice& device) const {
     const ColumnState host = this->host();
     for (auto array : {&ColumnState::master, &ColumnState::exp_avg, &ColumnState::exp_avg_sq}) {
-      device.copy(host.*array, device_.*array, count_ * 4, cudaMemcpyDeviceToHost);
+      device.download(host.*array, device_.*array, count_ * 4);
     }
   }
   ColumnState upload(CudaDevice& device) const {
     const ColumnState host = this->host();
     for (auto array : {&ColumnState::master, &ColumnState::exp_avg, &ColumnState::exp_avg_sq}) {
-      device.copy(device_.*array, host.*array, count_ * 4, cudaMemcpyHostToDevice);
+      device.upload(device_.*array, host.*array, count_ * 4);
     }
     return device_;
   }
@@ -120,10 +125,9 @@ void CudaDevice::on_host(Parameter& p, const TensorView& weight, FunctionRef<voi
   HostArray mirror(weight ? bytes : 0);
   const TensorView view = weight ? TensorView(mirror.data(), p.dtype(), sizes, {}) : TensorView();
 
-  wait();  // host arrays that the device still reads or writes
+  wait();
   block.download(*this);
-  if (weight) copy(mirror.data(), weight.at(0), bytes, cudaMemcpyDeviceToHost);
-  finish_compute();  // the copies
+  if (weight) download(mirror.data(), weight.at(0), bytes);
   p.block() = block.host();
   if (lends) p.lent_block() = lent.host();
   const auto put_back = [&](const ColumnState& in_use) {
@@ -138,9 +142,8 @@ void CudaDevice::on_host(Parameter& p, const TensorView& weight, FunctionRef<voi
   }
   const bool took_lent = lends && !p.lent_block();
   put_back((took_lent ? lent : block).upload(*this));
-  if (weight) copy(weight.at(0), mirror.data(), bytes, cudaMemcpyHostToDevice);
+  if (weight) upload(weight.at(0), mirror.data(), bytes);
   update_map(p, weight);
-  finish_compute();  // the mirrors, which end here
 }
 
 void CudaDevice::columns_moved(Parameter& p, const TensorView& weight) {
@@ -157,8 +160,8 @@ void CudaDevice::update_map(ColumnMap& map, const std::vector<int32_t>& slot_col
   map.place = reinterpret_cast<int32_t*>(map.found + columns);
   map.of_slots = map.place + columns;
   map.of_block = map.of_slots + slots;
-  copy(map.of_slots, slot_columns.data(), slots * 4, cudaMemcpyHostToDevice);
-  copy(map.of_block, block_columns.data(), width * 4, cudaMemcpyHostToDevice);
+  upload(map.of_slots, slot_columns.data(), slots * 4);
+  upload(map.of_block, block_columns.data(), width * 4);
   build_place(map.of_slots, slots, map.of_block, width, map.place, compute_);
 }
 
@@ -174,8 +177,7 @@ void CudaDevice::update_map(const Parameter& p, const TensorView& weight) {
 double CudaDevice::staged_norm(const Parameter& p) {
   const DeviceScope scope(ordinal_);
   double squared = 0;
-  copy(&squared, kept_.at(&p).norm.data, sizeof(double), cudaMemcpyDeviceToHost);
-  finish_compute();
+  download(&squared, kept_.at(&p).norm.data, sizeof(double));
   return squared;
 }
 
@@ -184,12 +186,11 @@ void CudaDevice::unstage(Parameter& p, void* gradient) {
   const int64_t rows = p.shape().rows, item = item_size(p.staged().dtype);
   const auto width = static_cast<int64_t>(p.staged_places().block_columns.size());
   HostArray whole(p.shape().count() * item);
-  wait();  // the lane, into which the gradient may still be on its way
-  copy(p.staged_selected(), kept_.at(&p).selected.data, rows * width * item, cudaMemcpyDeviceToHost);
-  finish_compute();
+  // The lane, into which the gradient may still be on its way.
+  ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(staging_.stream()));
+  download(p.staged_selected(), kept_.at(&p).selected.data, rows * width * item);
   p.unstage(whole.data());
-  copy(gradient, whole.data(), whole.bytes(), cudaMemcpyHostToDevice);
-  finish_compute();  // the host's copy, which ends here
+  upload(gradient, whole.data(), whole.bytes());
 }
 
 void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const ColumnSwap& swap) {
@@ -203,9 +204,9 @@ void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const Colu
   int32_t* const positions = reinterpret_cast<int32_t*>(state + 4 * rows * count);
   int32_t* const leaving = positions + count;
   int32_t* const joining = leaving + count;
-  copy(positions, swap.positions.data(), count * 4, cudaMemcpyHostToDevice);
-  copy(leaving, swap.leaving.data(), count * 4, cudaMemcpyHostToDevice);
-  copy(joining, swap.joining.data(), count * 4, cudaMemcpyHostToDevice);
+  upload(positions, swap.positions.data(), count * 4);
+  upload(leaving, swap.leaving.data(), count * 4);
+  upload(joining, swap.joining.data(), count * 4);
 
   const auto arrays = {&ColumnState::master, &ColumnState::exp_avg, &ColumnState::exp_avg_sq};
   for (auto array : arrays) {
@@ -215,8 +216,7 @@ void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const Colu
   const HostBlock host(moving, rows);
   HostArray left(rows * count * item), joined(rows * count * item);
   host.download(*this);
-  copy(left.data(), weights, left.bytes(), cudaMemcpyDeviceToHost);
-  finish_compute();  // the copies, and edits on their way into host arrays
+  download(left.data(), weights, left.bytes());  // behind edits that go into host arrays, too
 
   for_rows(context_.pool, {rows, count}, [&](int64_t r) {
     const int64_t row = r * count * item;
@@ -225,12 +225,11 @@ void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const Colu
   });
 
   host.upload(*this);
-  copy(weights, joined.data(), joined.bytes(), cudaMemcpyHostToDevice);
+  upload(weights, joined.data(), joined.bytes());
   for (auto array : arrays) {
     scatter_columns(block.*array, 4, rows, block.width, positions, count, moving.*array, compute_);
   }
   scatter_columns(weight.at(0), item, rows, columns, joining, count, weights, compute_);
-  finish_compute();  // the host's copies, which end here
   release(memory);
 }
 

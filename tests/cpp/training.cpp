@@ -94,6 +94,7 @@ Script random_script(uint64_t seed, int events) {
   script.select_interval = s.update_interval * random.between(1, 3);
   script.warm_up = random.chance(30) ? random.between(1, 3) : 0;
   script.max_grad_norm = random.chance(40) ? random.one_of({1.0, 1e4}) : 0.0;
+  script.hashes_steps = random.chance(40);
   const int late = static_cast<int>(random.between(0, 7));  // parameter 3 has no gradient before this event
   for (int i = 0; i < events; ++i) {
     Event e{random.chance(65) ? Act::kStep
@@ -101,7 +102,7 @@ Script random_script(uint64_t seed, int events) {
                                                Act::kRestart, Act::kRestart, Act::kMove}),
             random.bits()};
     if (random.chance(40)) e.edited = random.chance(50) ? 0 : static_cast<int>(random.between(0, kParameters - 1));
-    e.tracked = random.chance(60);
+    e.tracked = random.chance(60) || script.hashes_steps;
     e.transposed = random.chance(25);
     e.hashed = random.chance(30);
     // A step without the large parameters is quick, and so finds the host at work on the step before it.
@@ -173,23 +174,22 @@ void Training::make_tensors() {
 
 std::vector<uint64_t> Training::run() {
   engine_ = make_engine();
-  std::vector<uint64_t> digests;
   for (const Event& event : script_.events) {
     play(event);
     if (variant_.patient) engine_->adopt_edits({}), engine_->show_settled({});  // these wait, and do no more
-    if (event.hashed) digests.push_back(weights_digest());
+    if (event.hashed) digests_.push_back(weights_digest());
   }
-  digests.push_back(weights_digest());
-  digests.push_back(state_digest());
+  digests_.push_back(weights_digest());
+  digests_.push_back(state_digest());
   for (const Tensor& t : tensors_) {
     if (!knows_moments() || t.index < 0) continue;
-    const Exported e = export_state(t);
+    const Exported e = export_alone(t);
     for (size_t i = 0; i < t.exp_avg.size(); ++i) {
       CHECK(same_bits(DType::kFloat32, bits_from_float(e.exp_avg[i]), bits_from_float(t.exp_avg[i])));
       CHECK(same_bits(DType::kFloat32, bits_from_float(e.exp_avg_sq[i]), bits_from_float(t.exp_avg_sq[i])));
     }
   }
-  return digests;
+  return digests_;
 }
 
 void Training::play(const Event& event) {
@@ -326,7 +326,12 @@ void Training::step(const Event& event) {
   }
   if (variant_.stages) stage(all, plan, random);
   const FlushDenormals mode(variant_.flushes_denormals);
-  call(all, [&](std::span<const Operand> operands) { engine_->commit(operands, plan); });
+  call(all, [&](std::span<const Operand> operands) {
+    engine_->commit(operands, plan);
+    if (!event.hashed || !script_.hashes_steps) return;
+    digests_.push_back(__builtin_bit_cast(uint64_t, engine_->report().gradient_norm));
+    digests_.push_back(exported_digest());
+  });
   for (Tensor& t : tensors_) t.suspect = false;
 }
 
@@ -368,11 +373,17 @@ Training::Exported Training::export_state(const Tensor& t) {
     array->resize(count * static_cast<size_t>(item_size(t.dtype)));
   if (script_.settings.mean) e.window_sum.resize(count), e.column_steps.resize(columns);
   e.selected = std::make_unique<bool[]>(columns);
-  std::vector<Operand> none;
-  call(none, [&](auto) { engine_->export_state(t.index, e.view()); });
+  engine_->export_state(t.index, e.view());
   e.selected_count = std::count(e.selected.get(), e.selected.get() + columns, true);
   e.clock = {p.steps(), p.has_selection(), p.in_flight(), p.window()};
   return e;
+}
+
+Training::Exported Training::export_alone(const Tensor& t) {
+  Exported state;
+  std::vector<Operand> none;
+  call(none, [&](auto) { state = export_state(t); });
+  return state;
 }
 
 void Training::import(Tensor& t, const Exported& state, bool in_flight) {
@@ -389,7 +400,7 @@ void Training::import(Tensor& t, const Exported& state, bool in_flight) {
 void Training::restart() {
   std::vector<Exported> states(kParameters);
   for (size_t i = 0; i < kParameters; ++i) {
-    if (tensors_[i].index >= 0) states[i] = export_state(tensors_[i]);
+    if (tensors_[i].index >= 0) states[i] = export_alone(tensors_[i]);
   }
   const Clock clock = engine_->clock();
   variant_.stream = !variant_.stream;
@@ -408,7 +419,7 @@ void Training::restart() {
 void Training::move(Tensor& t) {
   if (t.index < 0) return;
   const int64_t before = t.index;
-  const Exported state = export_state(t);
+  const Exported state = export_alone(t);
   import(t, state, state.clock.in_flight);
   engine_->discard(before);
 }
@@ -420,9 +431,19 @@ uint64_t Training::weights_digest() const {
 }
 
 uint64_t Training::state_digest() {
-  call_on_weights(&Engine::adopt_edits);
+  uint64_t digest = 0;
+  std::vector<Operand> weights = operands();
+  call(weights, [&](std::span<const Operand> all) {
+    engine_->adopt_edits(all);
+    digest = exported_digest();
+  });
+  return digest;
+}
+
+uint64_t Training::exported_digest() {
   Digest digest;
-  for (const Tensor& t : tensors_) {
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const Tensor& t = tensors_[(i + digests_.size()) % tensors_.size()];  // each comes first now and then
     if (t.index < 0) continue;
     const Exported e = export_state(t);
     for (const auto* array : {&e.exp_avg, &e.exp_avg_sq, &e.master, &e.window_sum}) {

@@ -33,6 +33,7 @@ struct Script {
   zenflow::Settings settings;
   int64_t select_interval = 4, warm_up = 0;
   double max_grad_norm = 0;
+  bool hashes_steps = false;  // compares state right after steps; then every edit is tracked
   std::vector<Event> events;
 };
 
@@ -104,16 +105,19 @@ class Training {
   void move(Tensor& t);
   void lend(Tensor& t, int64_t width);
   void import(Tensor& t, const Exported& state, bool in_flight);
-  Exported export_state(const Tensor& t);
+  Exported export_state(const Tensor& t);  // within a call
+  Exported export_alone(const Tensor& t);
   std::vector<zenflow::Operand> operands();
   void call_on_weights(void (zenflow::Engine::*method)(std::span<const zenflow::Operand>));
   zenflow::StepPlan plan() const;
   uint64_t weights_digest() const;
   uint64_t state_digest();
+  uint64_t exported_digest();
 
   const Script& script_;
   Variant variant_;
   size_t device_ = 0;
+  std::vector<uint64_t> digests_;
 };
 
 }  // namespace zenflow_test

@@ -11,16 +11,32 @@ namespace zenflow_test {
 
 using namespace zenflow;
 
+EmulatedMemory::EmulatedMemory(cudaStream_t compute) : compute_(compute) {
+  ZENFLOW_CUDA_CHECK(cudaStreamCreateWithFlags(&reuse_, cudaStreamNonBlocking));
+}
+
+EmulatedMemory::~EmulatedMemory() {
+  (void)cudaDeviceSynchronize();
+  for (const auto& [memory, bytes] : bytes_) (void)cudaFree(memory);
+  (void)cudaStreamDestroy(reuse_);
+}
+
 void* EmulatedMemory::allocate(int64_t bytes) {
   void* memory = nullptr;
   ZENFLOW_CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(bytes)));
+  bytes_[memory] = static_cast<size_t>(bytes);
   return memory;
 }
 
-// As torch's allocator: the memory goes once the stream, and those that it was used on in order with it, are done.
-void EmulatedMemory::release(void* memory, uintptr_t) noexcept {
-  (void)cudaDeviceSynchronize();
-  (void)cudaFree(memory);
+void EmulatedMemory::release(void* memory, uintptr_t stream) noexcept {
+  for (cudaStream_t user : {compute_, reinterpret_cast<cudaStream_t>(stream)}) {
+    cudaEvent_t used = nullptr;
+    (void)cudaEventCreateWithFlags(&used, cudaEventDisableTiming);
+    (void)cudaEventRecord(used, user);
+    (void)cudaStreamWaitEvent(reuse_, used, 0);
+    (void)cudaEventDestroy(used);
+  }
+  (void)cudaMemsetAsync(memory, 0xff, bytes_.at(memory), reuse_);
 }
 
 // A contiguous copy of a tensor, as device memory.
@@ -33,8 +49,12 @@ struct EmulatedTraining::Placed {
     const int64_t sizes[] = {shape.rows, shape.columns};
     view = TensorView(memory.data(), from.dtype(), sizes, {});
   }
-  ~Placed() { emulation::disown(memory.data()); }
+  ~Placed() {
+    if (placed) emulation::disown(memory.data());
+  }
   void copy_back() {
+    emulation::disown(memory.data());
+    placed = false;
     const Matrix shape = original.shape();
     const int64_t row = shape.columns * item_size(original.dtype());
     for (int64_t r = 0; r < shape.rows; ++r) original.scatter(r, nullptr, shape.columns, memory.data() + r * row);
@@ -43,6 +63,7 @@ struct EmulatedTraining::Placed {
 
   TensorView original;
   std::vector<char> memory;
+  bool placed = true;
 };
 
 EmulatedTraining::EmulatedTraining(const Script& script, const Variant& variant, const TransferSizes& sizes)
@@ -57,7 +78,7 @@ EmulatedTraining::~EmulatedTraining() {
 
 size_t EmulatedTraining::device_of(Engine& engine) {
   const size_t device =
-      engine.add_device(make_cuda_device(0, std::make_unique<EmulatedMemory>(), engine.context(), sizes_));
+      engine.add_device(make_cuda_device(0, std::make_unique<EmulatedMemory>(stream_), engine.context(), sizes_));
   engine.use_stream(device, reinterpret_cast<uintptr_t>(stream_));
   return device;
 }

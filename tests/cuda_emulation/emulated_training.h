@@ -2,7 +2,7 @@
 // A Training (tests/cpp/training.h) whose parameters live on the emulated device.
 #pragma once
 
-#include <list>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -12,11 +12,19 @@
 
 namespace zenflow_test {
 
+// As torch's allocator at its most eager: what is released is overwritten as soon as the caller's stream and the one
+// that it was used on may have gone on.
 class EmulatedMemory : public zenflow::DeviceMemory {
  public:
+  explicit EmulatedMemory(cudaStream_t compute);
+  ~EmulatedMemory() override;
   void* allocate(int64_t bytes) override;
   void* try_allocate(int64_t bytes) override { return allocate(bytes); }
   void release(void* memory, uintptr_t stream) noexcept override;
+
+ private:
+  cudaStream_t compute_, reuse_ = nullptr;
+  std::map<void*, size_t> bytes_;
 };
 
 class EmulatedTraining : public Training {
