@@ -19,7 +19,7 @@ from compare import assert_all_same, assert_same_saved, assert_same_state
 from reference import ReferenceZenFlow
 from small_model import LENGTH, WORDS, small_model
 from strategies import ACTIONS, BF16, FP32, runs
-from zenflow import ZenFlowOptimizer
+from zenflow import _C, ZenFlowOptimizer
 from zenflow.offloaded_gradient import OffloadedGradient, Staged
 
 pytestmark = pytest.mark.filterwarnings("error:zenflow")
@@ -428,6 +428,19 @@ def test_a_model_moved_to_another_dtype_between_backward_and_step_goes_on_with_t
         assert_hooks_change_no_bit(small_model, loop, 20)
 
 
+def test_weights_assigned_in_another_dtype_between_backward_and_step_take_the_gradient_that_left():
+    def loop(model, optimizer, batch):
+        loss_of(model, batch).backward()
+        step = optimizer.stats().total.steps
+        if step in (5, 11):
+            for p in model.parameters():
+                p.data = p.data.to(torch.bfloat16 if step == 5 else torch.float32)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_hooks_change_no_bit(small_model, loop, 20)
+
+
 def test_a_ratio_changed_between_backward_and_step_counts_at_once():
     def loop(model, optimizer, batch):
         loss_of(model, batch).backward()
@@ -572,10 +585,10 @@ def test_an_applied_gradient_is_refused_rather_than_applied_again():
 def test_a_gradient_with_a_graph_stays():
     [p] = random_parameters()
     optimizer = offloading([p])
-    (p**2).sum().backward(create_graph=True)
-    assert p.grad.requires_grad
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # torch warns of a cycle
+        (p**2).sum().backward(create_graph=True)
+        assert p.grad.requires_grad
         p.grad.sum().backward(inputs=[p])
     p.grad = p.grad.detach()
     optimizer.step()
@@ -701,6 +714,23 @@ def test_a_model_with_hooks_can_be_copied_and_saved():
     optimizer.step()
 
 
+def test_a_loaded_checkpoint_frees_the_state_that_gradients_had_left_to():
+    [p] = random_parameters((300, 400))
+    optimizer = offloading([p])
+    give_random([p], 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.zero_grad()
+    gc.collect()
+    held = _C.host_bytes_held()
+    [gradient] = random_gradients([p], 1)
+    backward_of([(p, gradient)])
+    optimizer.load_state_dict(saved)
+    gc.collect()
+    assert _C.host_bytes_held() <= held
+    assert not has_left(p) and torch.equal(p.grad.bring_back(), gradient)
+
+
 # Accumulation
 
 
@@ -765,7 +795,7 @@ def test_passes_within_a_pass_are_not_counted(announced, inner, outer_first):
             (x @ outer if outer_first else x).sum().backward()
             assert optimizer._offload._batches.number == number
             last = number == (announced or 1)
-            assert has_left(outer) == last
+            assert [has_left(p) for p in (outer, *segments)] == [last] * (1 + inner)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -185,7 +185,7 @@ def test_what_comes_back_in_inference_mode_can_be_changed_outside():
     p, _ = left(gradient)
     with torch.inference_mode():
         assert p.grad.sum() == gradient.sum()
-    p.grad.mul_(2)
+    p.grad.data.mul_(2)
     assert torch.equal(p.grad, gradient * 2)
 
 

@@ -98,12 +98,14 @@ class GradientOffload:
         """Brings back what is staged, but for what to `keep`: the engine's state is about to change under it."""
         for p, reference in list(self._staged.items()):
             gradient = reference()
-            if gradient is not None and not keep(p, gradient.staged) and gradient.is_staged():
+            if gradient is None or gradient.held is not None or keep(p, gradient.staged):
+                continue
+            if gradient.is_staged():
                 gradient.bring_back()
 
-    def follow_changes(self, store, outdated):
-        """Brings back what was staged for a state that is about to be made anew."""
-        self.bring_back(lambda p, s: s.store is store and not outdated and store.record_of(p).is_for(p))
+    def follow_changes(self):
+        """Brings back what was staged for parameters that are about to get another state."""
+        self.bring_back(lambda p, staged: staged.store.record_of(p).is_for(p))
 
     def fit(self, parameters, plan, store):
         """(p, group index, gradient) triples of a step, with what was staged for another kind of step brought back."""
@@ -133,7 +135,7 @@ class GradientOffload:
         for reference in self._staged.values():
             gradient = reference()
             if gradient is not None:
-                gradient.staged.replaced = True
+                gradient.staged.forget()
         self._staged.clear()
         self.restart()
         self.follow()
@@ -213,7 +215,7 @@ class GradientOffload:
         if before is not None:
             if before.is_staged():  # no longer in p.grad, but in somebody's hands
                 before.bring_back()
-            before.staged.replaced = True
+            before.staged.forget()
 
         readable = record.gradient_of(gradient)
         row = (record.index, 0, None, False, address_of(readable), DTYPE_CODES[readable.dtype], strides_of(readable), 0)

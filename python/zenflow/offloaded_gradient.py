@@ -19,14 +19,18 @@ class Staged:
         published: whether its parameter's deferred columns were published in the same backward.
     """
 
-    __slots__ = ("batch", "index", "plan", "published", "replaced", "store", "warn")
+    __slots__ = ("batch", "index", "plan", "published", "store", "warn")
 
     def __init__(self, store, index, plan, batch, warn):
         self.store, self.index, self.plan, self.batch, self.warn = store, index, plan, batch, warn
-        self.published = self.replaced = False
+        self.published = False
 
     def is_there(self):
-        return not self.replaced and self.store.engine.staged(self.index)
+        return self.store is not None and self.store.engine.staged(self.index)
+
+    def forget(self):
+        """It is no longer there, and keeps nobody's memory."""
+        self.store = None
 
 
 class OffloadedGradient(torch.Tensor):
@@ -70,6 +74,7 @@ class OffloadedGradient(torch.Tensor):
                     held = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
                     held.copy_(packed)
             self.held = held
+            self.staged.forget()
         return self.held
 
     def _used(self):
@@ -79,14 +84,18 @@ class OffloadedGradient(torch.Tensor):
         return self.bring_back()
 
     def _zero(self):
-        if self.is_staged():
-            self.staged.store.engine.discard_staged(self.staged.index)
+        self._discard()
         if self.held is None:
             with torch.inference_mode(False):
                 self.held = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
         self.held.zero_()
         self.zeroed = True
         return self
+
+    def _discard(self):
+        if self.is_staged():
+            self.staged.store.engine.discard_staged(self.staged.index)
+        self.staged.forget()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -116,7 +125,9 @@ class OffloadedGradient(torch.Tensor):
 
     @data.setter
     def data(self, value):  # as model.to(dtype) does
-        self.held = value.bring_back() if isinstance(value, OffloadedGradient) else value
+        held = value.bring_back() if isinstance(value, OffloadedGradient) else value
+        self._discard()
+        self.held = held
         torch.Tensor.data.__set__(self, self.held)
 
 

@@ -428,7 +428,7 @@ class ZenFlowOptimizer(Optimizer):
     def _take_over(self, store, groups, outdated):
         state = store.state if store else collections.defaultdict(dict)
         if self._offload:
-            self._offload.bring_back()
+            self._offload.bring_back()  # now, so that the old store can go
         # No call between these: an interrupt falls before all of them or after.
         self._store, self.state, self.param_groups = store, state, groups
         self._outdated, self._owes_training = outdated, False
@@ -439,7 +439,7 @@ class ZenFlowOptimizer(Optimizer):
         if self._store is None:
             return
         if self._offload:
-            self._offload.follow_changes(self._store, self._outdated)
+            self._offload.follow_changes()
         self._store.follow_dtypes()
         if self._owes_training and not self._shows_settled:
             self._store.write_weights(_C.Engine.show_training)
