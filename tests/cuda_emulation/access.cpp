@@ -87,9 +87,7 @@ void check_device_access(uintptr_t address, size_t bytes) {
   const int device = running_on;
   running_on = -1;  // what follows is the emulator's own
   const Range range = device_range_around(address, device);
-  if (!range.holds(address, bytes)) {
-    fail_thread("touches " + std::to_string(bytes) + " bytes at " + describe(reinterpret_cast<const void*>(address)));
-  }
+  if (!range.holds(address, bytes)) fail_access(address, bytes);
   known_to_device.add(range);
   running_on = device;
 }

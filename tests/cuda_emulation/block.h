@@ -27,8 +27,8 @@ enum class Warp : uint8_t { kSync, kBallot, kShuffle, kAdd, kMin, kMax, kAnd, kO
 int block_barrier(Barrier barrier, int predicate, Site site);
 uint64_t warp_operation(Warp operation, unsigned mask, uint64_t value, int source, Site site);
 
-// Called for the running thread of device code, which did something wrong: it does not go on.
-[[noreturn]] void fail_thread(const std::string& what);
+// Called for the running thread of device code, which touched what it may not: it does not go on.
+[[noreturn]] void fail_access(uintptr_t address, size_t bytes);
 
 // A kernel with its arguments, ready to be called by each thread.
 struct Launch {

@@ -94,6 +94,7 @@ void remove_stream(cudaStream_t handle) {
 }
 
 void restart_numbering() {
+  const Invisible invisible;
   const std::lock_guard lock(devices().mutex);
   devices().made = 0;
 }

@@ -57,13 +57,7 @@ py::list wait_sites() {
 }
 
 bool in_use(uintptr_t address, size_t bytes) {
-  const emulation::Invisible invisible;
   return emulation::queued_work_touches({address, bytes});
-}
-
-void hold(const std::vector<std::string>& streams) {
-  const emulation::Invisible invisible;
-  emulation::hold(streams);
 }
 
 }  // namespace
@@ -94,7 +88,7 @@ void bind_emulation(py::module_& module) {
   m.def("set_seed", &emulation::set_seed, "seed"_a);
   m.def("set_delay", &emulation::set_delay, "microseconds"_a);
   m.def("restart_numbering", &emulation::restart_numbering);
-  m.def("hold", &hold, "streams"_a);
+  m.def("hold", &emulation::hold, "streams"_a);
   m.def("wait_sites", &wait_sites);
   m.def("forget_wait_sites", &emulation::forget_wait_sites);
   m.def("delete_wait", &emulation::delete_wait, "place"_a, "producers"_a);

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <list>
 #include <map>
 #include <mutex>
 
@@ -15,7 +16,7 @@ namespace {
 struct Errors {
   std::mutex mutex;
   std::atomic<cudaError_t> kept = cudaSuccess;
-  const std::string* text = nullptr;  // leaked: cudaGetErrorString hands it out
+  std::list<std::string> texts;  // none is ever dropped: cudaGetErrorString hands them out
   std::map<std::string, cudaError_t> next;
   std::atomic<bool> forked = false;
 };
@@ -37,7 +38,7 @@ void keep(const Misuse& misuse) {
   const Invisible invisible;
   const std::lock_guard lock(errors().mutex);
   if (errors().kept != cudaSuccess) return;
-  errors().text = new std::string(misuse.what());
+  errors().texts.push_back(misuse.what());
   errors().kept = misuse.error;
 }
 
@@ -48,7 +49,7 @@ cudaError_t kept_error() {
 std::string kept_text() {
   const Invisible invisible;
   const std::lock_guard lock(errors().mutex);
-  return errors().kept == cudaSuccess ? std::string() : *errors().text;
+  return errors().kept == cudaSuccess ? std::string() : errors().texts.back();
 }
 
 void clear_error() {
@@ -125,7 +126,7 @@ const char* cudaGetErrorString(cudaError_t error) {
   {
     const Invisible invisible;
     const std::lock_guard lock(errors().mutex);
-    if (error != cudaSuccess && error == errors().kept) return errors().text->c_str();
+    if (error != cudaSuccess && error == errors().kept) return errors().texts.back().c_str();
   }
   switch (error) {
     case cudaSuccess:

@@ -52,9 +52,10 @@ std::shared_ptr<Stream> Stream::make(int device, const std::string& label) {
     machine().streams.push_back(stream.get());
     stream->held_ = machine().held.count(label) > 0;
   }
-  std::thread([stream] {
+  std::thread([own = stream]() mutable {
     const Invisible invisible;
-    stream->run();
+    own->run();
+    own.reset();
   }).detach();
   return stream;
 }
@@ -201,6 +202,7 @@ bool is_done(const std::shared_ptr<Record>& record) {
 }
 
 bool queued_work_touches(Span bytes) {
+  const Invisible invisible;
   const Lock lock(machine().mutex);
   for (const Stream* stream : machine().streams) {
     for (const auto& operation : stream->queue_) {
@@ -225,6 +227,7 @@ void set_delay(int64_t microseconds) {
 }
 
 void hold(const std::vector<std::string>& labels) {
+  const Invisible invisible;
   const Lock lock(machine().mutex);
   machine().held = {labels.begin(), labels.end()};
   for (Stream* stream : machine().streams) {

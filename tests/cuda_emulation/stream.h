@@ -6,7 +6,7 @@
 // A held stream is as slow as CUDA allows: it runs an operation only once somebody waits for it, and then only when all
 // other streams have nothing left to do or wait themselves.
 //
-// All of this is called out of TSan's sight (Invisible).
+// Stream's members and waits are called out of TSan's sight (Invisible); the functions at the end hide themselves.
 #pragma once
 
 #include <chrono>
