@@ -36,6 +36,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("shutdown", &shutdown_all, py::call_guard<py::gil_scoped_release>());
 
   bind_engine(m);
+  bind_kernels(m);
 #ifdef ZENFLOW_EMULATED
   bind_emulation(m);
 #endif

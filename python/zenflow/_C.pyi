@@ -17,6 +17,60 @@ def available_host_bytes() -> int: ...
 def host_bytes_held() -> int: ...
 def shutdown() -> None: ...
 
+class kernels:
+    """The device's kernels one by one, for tests and benchmarks; tests/gpu/kernels.py makes the arguments.
+
+    Integers are addresses in device memory (0: null), sizes, dtype codes and stream handles; a task is a dict of them,
+    named as in the kernel's header. Nothing is checked or kept alive.
+    """
+
+    @staticmethod
+    def column_norms_scratch(*, tasks: list[dict[str, int]]) -> int: ...
+    @staticmethod
+    def column_norms(*, tasks: list[dict[str, int]], scratch: int, stream: int) -> None: ...
+    @staticmethod
+    def squared_norms(*, tasks: list[dict[str, int]], squared: int, stream: int) -> None: ...
+    @staticmethod
+    def clip_coefficient(
+        *, squared: int, count: int, max_norm: float, norm: int, coefficient: int, stream: int
+    ) -> None: ...
+    @staticmethod
+    def top_k(*, tasks: list[dict[str, int]], stream: int) -> None: ...
+    @staticmethod
+    def build_place(
+        *, slot_columns: int, slots: int, device_columns: int, width: int, place: int, stream: int
+    ) -> None: ...
+    @staticmethod
+    def selective_adam(*, task: dict[str, Any], stream: int) -> None: ...
+    @staticmethod
+    def unpack(*, task: dict[str, Any], gradient: int, stream: int) -> None: ...
+    @staticmethod
+    def adam(*, tasks: list[dict[str, Any]], coefficient: int, stream: int) -> None: ...
+    @staticmethod
+    def scatter(*, task: dict[str, int], stream: int) -> None: ...
+    @staticmethod
+    def gather_columns(
+        *, matrix: int, item_bytes: int, rows: int, stride: int, columns: int, count: int, out: int, stream: int
+    ) -> None: ...
+    @staticmethod
+    def scatter_columns(
+        *, matrix: int, item_bytes: int, rows: int, stride: int, columns: int, count: int, source: int, stream: int
+    ) -> None: ...
+    @staticmethod
+    def column_checksums(
+        *,
+        weight: int,
+        dtype: int,
+        rows: int,
+        columns: int,
+        place: int,
+        slots: int,
+        checksums: int,
+        stream: int,
+    ) -> None: ...
+    @staticmethod
+    def adopt_edits(*, task: dict[str, int], stream: int) -> None: ...
+
 class Engine:
     def __init__(
         self,
