@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`machine`: where device code runs. Each test that takes it runs on a GPU, under the marker `gpu`, and on the emulated
-device if zenflow is built on it (PYTHONPATH=... as tests/cuda_emulation/CMakeLists.txt says)."""
+"""`machine`: where device code runs: a GPU, under the marker `gpu`; and the emulated device, if zenflow is built on it
+(as tests/cuda_emulation/CMakeLists.txt says). `device`: where parameters are: on a GPU, under the marker; and on the
+CPU, which with `-p emulated_gpu` stands for the emulated device.
+"""
 
 import pytest
 
@@ -13,6 +15,11 @@ def machine(request):
     yield found
     found.check_guards()
     found.close()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
 
 
 @pytest.fixture(autouse=True)
