@@ -96,7 +96,7 @@ class Pair:
     def backward(self, micro_batch=0):
         """One backward pass on both sides; adds to what is in p.grad."""
         gradients = self.gradients(micro_batch)
-        backward_of(self.ours, [moved(g, self.device) for g in gradients])
+        backward_of(self.ours, [moved(g, p.device) for p, g in zip(self.ours, gradients, strict=True)])
         backward_of(self.theirs, gradients)
 
     def step(self, after_backward=lambda: None, after_step=lambda: None):
@@ -109,6 +109,11 @@ class Pair:
         self.optimizer.step()
         self.optimizer.zero_grad()
         after_step()
+        self.finish_twin()
+
+    def finish_twin(self):
+        """After a step of the optimizer alone."""
+        self.optimizer.zero_grad()
         self.twin.step()
         self.twin.zero_grad()
         self.done += 1
