@@ -428,13 +428,14 @@ def test_a_model_moved_to_another_dtype_between_backward_and_step_goes_on_with_t
         assert_hooks_change_no_bit(small_model, loop, 20)
 
 
-def test_weights_assigned_in_another_dtype_between_backward_and_step_take_the_gradient_that_left():
+@pytest.mark.parametrize("first", [0, 5], ids=["first step", "later step"])
+def test_weights_assigned_in_another_dtype_between_backward_and_step_take_the_gradient_that_left(first):
     def loop(model, optimizer, batch):
         loss_of(model, batch).backward()
         step = optimizer.stats().total.steps
-        if step in (5, 11):
+        if step in (first, 11):
             for p in model.parameters():
-                p.data = p.data.to(torch.bfloat16 if step == 5 else torch.float32)
+                p.data = p.data.to(torch.bfloat16 if step == first else torch.float32)
         optimizer.step()
         optimizer.zero_grad()
 
