@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each device kernel: its time, the bytes it moves, its share of a copy's bandwidth, and the same work in plain torch.
+
+    python benchmarks/bench_kernels.py                              # 256 MB of bf16 gradients, 4,096 columns
+    python benchmarks/bench_kernels.py --megabytes 1024 --columns 11008 --dtype fp32
+
+Bandwidth is relative to a device-to-device copy of the same size, measured in the same run and in turns with the
+kernels. Two shares are given: of the useful bytes, and of the bytes of whole 32-byte sectors (kernel_cases.py counts
+both). Results are compared with torch's first, checksums excepted. Times are CUDA events'; launches are queued ahead.
+
+Needs a GPU and a zenflow with its CUDA half. With --cpu the plain torch side runs on CPU tensors, to see that the
+benchmark works; the host's kernels have no call of their own in Python and are not measured.
+"""
+
+import argparse
+import sys
+
+import torch
+
+from timing import describe, format_table, interleaved, link_bandwidth, save, show_table
+from zenflow import _C
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, help="size of the gradient; default 256, with --cpu 64")
+    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--topk-ratio", type=float, default=0.1)
+    parser.add_argument("--repetitions", type=int, default=25)
+    parser.add_argument("--inner", type=int, default=4, help="calls in a row in one measurement")
+    parser.add_argument("--only", help="kernels whose name contains this")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--cpu", action="store_true", help="plain torch on CPU tensors alone")
+    parser.add_argument("--no-save", action="store_true", help="write no files")
+    args = parser.parse_args()
+    args.megabytes = args.megabytes or (64 if args.cpu else 256)
+    return args
+
+
+def find_device(args):
+    if args.cpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        sys.exit("bench_kernels needs a CUDA device, and torch finds none; --cpu runs the plain torch side alone")
+    config = _C.config()
+    if not config["cuda_built"]:
+        sys.exit(f"this zenflow has no CUDA half ({config['cuda_reason']}): build it where nvcc works")
+    device = torch.device(args.device)
+    torch.cuda.set_device(device)
+    return device
+
+
+def make_cases(args, device):
+    from kernel_cases import Workload, kernels
+
+    if device.type == "cpu":  # there is no kernel to call: plain torch alone, with the arguments made all the same
+        kernels.build_place = kernels.column_checksums = lambda *arguments, **named: None
+        kernels.column_norms_scratch = lambda gradients, norms: 1
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    sizes = {"megabytes": args.megabytes, "columns": args.columns, "topk_ratio": args.topk_ratio}
+    workload = Workload(device, stream, dtype=DTYPES[args.dtype], **sizes)
+    cases = [case for case in workload.all() if not args.only or args.only in case.name]
+    return workload, cases
+
+
+def check(cases):
+    """Names of the cases in which a kernel and torch disagree, after one call of each."""
+    wrong = []
+    for case in cases:
+        case.ours()
+        case.torch()
+        torch.cuda.synchronize()
+        if not case.same():
+            wrong.append(case.name)
+    return wrong
+
+
+def measure(args, device, workload, cases):
+    """{name: Times}; "copy" is a copy of the gradient."""
+    copy = torch.empty_like(workload.gradient)
+    functions = {"copy": lambda: copy.copy_(workload.gradient)}
+    for case in cases:
+        if device.type == "cuda":
+            functions[case.name] = case.ours
+        functions[f"{case.name}, torch"] = case.torch
+    return interleaved(functions, device, repetitions=args.repetitions, inner=args.inner)
+
+
+def result_of(case, times, copy_bandwidth):
+    result = {
+        "useful_bytes": case.useful,
+        "sector_bytes": case.sectors,
+        "torch": times[f"{case.name}, torch"].summary(),
+    }
+    if case.name in times:
+        seconds = times[case.name].median
+        result["ours"] = times[case.name].summary()
+        if case.useful:
+            result["share_useful"] = case.useful / seconds / copy_bandwidth
+            result["share_sectors"] = case.sectors / seconds / copy_bandwidth
+    return result
+
+
+def row_of(name, result):
+    ours, plain = result.get("ours"), result["torch"]
+
+    def percent(key):
+        return f"{result[key]:.0%}" if key in result else ""
+
+    return [
+        name,
+        f"{1e6 * ours['median']:.1f}" if ours else "",
+        f"{ours['spread']:.0%}" if ours else "",
+        f"{result['useful_bytes'] / 1e6:.0f}" if result["useful_bytes"] else "",
+        f"{result['sector_bytes'] / 1e6:.0f}" if result["sector_bytes"] else "",
+        percent("share_useful"),
+        percent("share_sectors"),
+        f"{1e6 * plain['median']:.1f}",
+        f"{plain['median'] / ours['median']:.1f}x" if ours else "",
+    ]
+
+
+def main():
+    args = parse_arguments()
+    device = find_device(args)
+    torch.manual_seed(0)
+    facts = describe(device)
+    workload, cases = make_cases(args, device)
+    if device.type == "cuda" and (wrong := check(cases)):
+        sys.exit(f"these kernels and torch disagree, so nothing was measured: {', '.join(wrong)}")
+    times = measure(args, device, workload, cases)
+    copy_bandwidth = 2 * workload.bytes / times["copy"].median
+    link = link_bandwidth(device)
+    results = {case.name: result_of(case, times, copy_bandwidth) for case in cases}
+
+    title = (
+        f"{workload.rows:,} x {workload.columns:,} {args.dtype}, {workload.width:,} columns selected, on "
+        f"{facts['device']}; a copy moves {copy_bandwidth / 1e9:.0f} GB/s (read and written)"
+    )
+    columns = ["kernel", "us", "+-", "MB useful", "MB sectors", "of copy", "in sectors", "torch us", "faster"]
+    rows = [row_of(name, result) for name, result in results.items()]
+    show_table(title, columns, rows)
+    notes = [f"link, pinned: {name} {rate / 1e9:.1f} GB/s" for name, rate in link.items()]
+    if device.type == "cpu":
+        notes.append(
+            "CPU tensors: plain torch alone. The kernels need a GPU; the host's kernels have no call in Python."
+        )
+    print("\n".join(notes))
+    if not args.no_save:
+        measured = {"copy_bytes_per_second": copy_bandwidth, "link_bytes_per_second": link, "kernels": results}
+        text = "\n".join([title, format_table(columns, rows), *notes])
+        save("kernels-cpu" if device.type == "cpu" else "kernels", facts, measured, text)
+
+
+if __name__ == "__main__":
+    main()

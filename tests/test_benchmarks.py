@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks run where there is no GPU, say so, and count right."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import device_trace  # noqa: E402
+import step_methods  # noqa: E402
+import timing  # noqa: E402
+from bench_step import publishing_ratio  # noqa: E402
+
+
+def run(name, *arguments):
+    command = [sys.executable, BENCHMARKS / name, *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_kernels_on_cpu_tensors():
+    done = run("bench_kernels.py", "--cpu", "--megabytes", 1, "--repetitions", 1, "--inner", 1, "--no-save")
+    assert done.returncode == 0, done.stderr
+    for word in ("selective_adam", "scatter, checksums", "top_k of 28,672", "The kernels need a GPU"):
+        assert word in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_kernels_say_what_they_need():
+    done = run("bench_kernels.py")
+    assert done.returncode == 1
+    assert "needs a CUDA device" in done.stderr
+
+
+@pytest.mark.slow
+def test_steps_on_cpu_tensors():
+    sizes = ["--layers", 1, "--hidden", 256, "--intermediate", 256, "--vocabulary", 300, "--batch", 1, "--sequence", 8]
+    done = run("bench_step.py", "--cpu", "--no-save", "--steps", 9, *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "it failed" not in done.stdout, done.stdout
+    for method in step_methods.METHODS.values():
+        assert method.label in done.stdout
+    assert "nothing here says anything about a GPU" in done.stdout
+    assert "DeepSpeed 0.19.6 ZenFlow: it needs a GPU" in done.stdout
+
+
+def test_results_carry_machine_and_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "HERE", tmp_path)
+    facts = timing.describe(torch.device("cpu"))
+    assert {"date", "command", "commit", "zenflow", "torch", "device", "processor"} <= facts.keys()
+    timing.save("name", facts, {"answer": 42}, "a table")
+    (text,) = (tmp_path / "results").glob("*-name.txt")
+    assert "no GPU was used" in text.read_text() and text.read_text().endswith("a table\n")
+    assert json.loads(text.with_suffix(".json").read_text())["answer"] == 42
+
+
+def test_times():
+    times = timing.Times(tuple(float(i) for i in range(1, 12)))
+    assert times.median == 6.0
+    assert times.spread == pytest.approx((10 - 2) / 2 / 6)
+
+
+def test_idle_time_is_what_no_kernel_covers():
+    assert device_trace.idle_time([]) == 0
+    assert device_trace.idle_time([(5, 6), (0, 2), (1, 3), (3, 4)]) == 1
+    copy = {"cat": "gpu_memcpy", "ts": 2.0, "dur": 6.0, "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 70}}
+    kernels = [{"cat": "kernel", "ts": float(t), "dur": 2.0, "name": "k"} for t in (0, 8)]
+    activity = device_trace.activity_of([copy, *kernels, {"ph": "M"}])
+    assert activity == device_trace.Activity(span=10e-6, idle=6e-6, d2h_bytes=70, h2d_bytes=0)
+
+
+def test_the_publishing_step_is_compared_with_its_neighbours():
+    assert publishing_ratio([1.0, 3.0, 2.0, 9.0], [False, True, False, False]) == 2.0
+    assert publishing_ratio([1.0, 1.0, 1.0], [None] * 3) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [("0.19.8", "scrambles weights"), ("0.18.0", "0.19.6 is the one"), (None, "is not installed")],
+)
+def test_other_versions_of_deepspeed_are_refused(found, words, monkeypatch):
+    def version(name):
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(step_methods.metadata, "version", version)
+    on_gpu = SimpleNamespace(is_cuda=True)
+    model = SimpleNamespace(parameters=lambda: iter([on_gpu]))
+    with pytest.raises(step_methods.Skip, match=words):
+        step_methods.DeepSpeedZenFlow(model, None)
