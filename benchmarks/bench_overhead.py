@@ -2,8 +2,10 @@
 """What one step() costs in Python, beside the native call: the price of many small parameters.
 
     python benchmarks/bench_overhead.py --parameters 300
+    python benchmarks/bench_overhead.py --parameters 300 --device cuda
 
-Prints medians: of the whole step, of the native commit in it, of the difference, and of torch's own AdamW.
+Prints medians: of the whole step, of the native commit in it, of the difference, and of torch's own AdamW. On a GPU
+these are times on the host, in which work is queued; the device is waited for between steps and not counted.
 """
 
 import argparse
@@ -22,11 +24,13 @@ def parse_arguments():
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--columns", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--device", default="cpu", type=torch.device)
     return parser.parse_args()
 
 
 def make_parameters(args):
-    parameters = [torch.nn.Parameter(torch.randn(args.rows, args.columns)) for _ in range(args.parameters)]
+    shape = (args.rows, args.columns)
+    parameters = [torch.nn.Parameter(torch.randn(shape, device=args.device)) for _ in range(args.parameters)]
     for p in parameters:
         p.grad = torch.randn_like(p)
     return parameters
@@ -48,9 +52,11 @@ class TimedCommit:
         self.seconds.append(time.perf_counter() - start)
 
 
-def time_steps(optimizer, steps):
+def time_steps(optimizer, steps, device):
     seconds = []
     for _ in range(steps):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         optimizer.step()
         seconds.append(time.perf_counter() - start)
@@ -63,17 +69,19 @@ def main():
     torch.set_num_threads(1)
     optimizer = zenflow.ZenFlowOptimizer(make_parameters(args), min_offload_numel=0, num_threads=1)
     adamw = torch.optim.AdamW(make_parameters(args), fused=True)
-    time_steps(optimizer, 8), time_steps(adamw, 8)
+    for warmed in (optimizer, adamw):
+        time_steps(warmed, 8, args.device)
 
     optimizer._store.engine = timed = TimedCommit(optimizer._store.engine)
-    whole = time_steps(optimizer, args.steps)
+    whole = time_steps(optimizer, args.steps, args.device)
     python = [step - commit for step, commit in zip(whole, timed.seconds, strict=True)]
-    peer = time_steps(adamw, args.steps)
+    peer = time_steps(adamw, args.steps, args.device)
 
     config = zenflow.config()
     print(f"zenflow {config.version}, torch {config.torch}, Python {platform.python_version()}, {config.isa}")
     print(
-        f"{args.parameters} parameters of {args.rows} x {args.columns}, fp32, medians of {args.steps} steps, 1 thread"
+        f"{args.parameters} parameters of {args.rows} x {args.columns}, fp32, on {args.device}, "
+        f"medians of {args.steps} steps, 1 thread"
     )
     for name, seconds in (
         ("step()", whole),
