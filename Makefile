@@ -13,15 +13,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 native_sources := $(wildcard src/*.cpp src/*.h cuda/*.cu cuda/*.cpp cuda/*.h)
-cpp_files := $(native_sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
+cpp_files := $(native_sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h) $(wildcard tests/cuda_emulation/*.cpp tests/cuda_emulation/*.h)
 build_files := CMakeLists.txt cmake/cuda.cmake setup.py pyproject.toml
 
-.PHONY: build test lint core-tests python-tests demo format clean
+.PHONY: build test lint core-tests emulation-tests barrier-mutations python-tests demo format clean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/build
 
-test: lint core-tests python-tests
+test: lint core-tests emulation-tests barrier-mutations python-tests
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -54,6 +54,23 @@ core-tests-%: $(STAMPS)/requirements
 	  -DZENFLOW_SANITIZE=$* > build/core-tests-$*.log 2>&1 || { cat build/core-tests-$*.log; exit 1; }
 	cmake --build build/core-tests-$* --parallel $(JOBS)
 	ctest --test-dir build/core-tests-$* --output-on-failure
+
+# The CUDA half on the emulated device, three times likewise. The first build also makes build/emulation-none/python, where
+# zenflow runs on that device: PYTHONPATH.
+emulation-tests: emulation-tests-none emulation-tests-address emulation-tests-thread
+
+emulation-tests-%: $(STAMPS)/requirements
+	@mkdir -p build
+	@cmake -S tests/cuda_emulation -B build/emulation-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DZENFLOW_SANITIZE=$* $(if $(filter none,$*),-DZENFLOW_PYTHON_DIR=$(CURDIR)/build/emulation-none/python) \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) \
+	  > build/emulation-tests-$*.log 2>&1 || { cat build/emulation-tests-$*.log; exit 1; }
+	cmake --build build/emulation-$* --parallel $(JOBS)
+	ctest --test-dir build/emulation-$* --output-on-failure --parallel $(JOBS)
+
+# Each barrier of the kernels is taken away in turn; their tests must notice.
+barrier-mutations: emulation-tests-none
+	$(BIN)/python tests/cuda_emulation/mutate_barriers.py build/emulation-none/kernel_tests
 
 python-tests: $(STAMPS)/build
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
