@@ -81,7 +81,7 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   }
   const int64_t step = clock_.step + 1;
 
-  for (const Operand& o : operands) o.staged ? check_staged(o, plan) : o.parameter->discard_staged();
+  for (const Operand& o : operands) o.staged ? check_staged(o, plan) : drop_staged(*o.parameter);
   prepare(operands, plan);
   if (plan.selects) {
     wait_for_host();  // the one exception to the visibility rule: a column must never have two owners

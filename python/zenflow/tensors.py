@@ -181,6 +181,7 @@ class Record:
         """(index, address, strides, suspect): suspect if version or storage changed since remember()."""
         address, strides = address_of(p), strides_of(p)
         suspect = p._version != self.version or address != self.address or strides != self.strides
+        self.copy = None
         if self.device is not None and strides is not None:
             self.copy = p.detach().contiguous()
             address, strides = address_of(self.copy), None
