@@ -42,7 +42,7 @@ def first_failure(tests: str, filter: str = "", **environment: str) -> str | Non
         for line in run.stdout:
             matched &= line != "0 passed, 0 failed\n"
             if line.startswith("FAILED"):
-                failed = line.split()[1]
+                failed = failed or line.split()[1]
                 run.kill()
         alarm.cancel()
     return failed or (f"status {run.returncode}" if matched and run.returncode else None)

@@ -3,6 +3,7 @@
 // refused: zenflow makes none.
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "devices.h"
 #include "emulation.h"
@@ -93,6 +94,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     if (record != nullptr && kept) consumer->wait(record);
     return cudaSuccess;
   });
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  static thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  std::swap(current, *mode);
+  return cudaSuccess;
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
