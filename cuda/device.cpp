@@ -305,6 +305,7 @@ std::function<void()> CudaDevice::arrival() {
   const auto arrived = std::make_shared<Event>();
   ZENFLOW_CUDA_CHECK(cudaEventRecord(arrived->handle(), staging_.stream()));
   return [arrived] {
+    const RelaxedCapture relaxed;
     // The job's lanes, and what else it reads of what the device writes.
     ZENFLOW_CUDA_CHECK(cudaEventSynchronize(arrived->handle()));
   };

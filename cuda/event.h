@@ -22,6 +22,18 @@ class Event {
   cudaEvent_t handle_ = nullptr;
 };
 
+// Calls in its scope do not disturb a CUDA graph that another thread is recording.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { ZENFLOW_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Calls in its scope are for one GPU; afterwards the thread's own choice holds again.
 class DeviceScope {
  public:

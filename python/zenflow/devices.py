@@ -39,7 +39,7 @@ def current_stream(device):
 
 def is_capturing():
     """Whether torch's current stream is recording a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class DeviceMemory:
@@ -63,8 +63,9 @@ class DeviceMemory:
             return 0
 
     def release(self, address, stream):
-        """Gives memory back once what is queued so far on the stream, an integer, has run."""
+        """Gives memory back once what is queued so far on the stream, an integer, and torch's current one has run."""
         tensor = self._tensors.pop(address)
+        tensor.record_stream(torch.cuda.current_stream(self._device))
         tensor.record_stream(torch.cuda.ExternalStream(stream, device=f"cuda:{self._device}"))
 
     def held(self):

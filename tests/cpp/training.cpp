@@ -143,7 +143,7 @@ std::unique_ptr<Engine> Training::make_engine() {
   Settings settings = script_.settings;
   settings.stream = variant_.stream;
   auto engine = std::make_unique<Engine>(settings, variant_.threads, std::vector<int>(), variant_.threads);
-  device_ = device_of(*engine);
+  prepare(*engine);
   return engine;
 }
 
@@ -305,7 +305,7 @@ void Training::step(const Event& event) {
     if (random.chance(5)) store_rounded(dtype, gradients[i].data(), random.between(0, t.count() - 1), NAN);
     if (knows_moments()) expect_moments(t, hyper, dtype, gradients[i], event.transposed);
     if (t.index < 0) {
-      t.index = engine_->add(t.sizes, t.dtype, t.split, nullptr, device_);
+      t.index = add(t);
       if (!t.split) lend(t, t.columns());
     }
     if (random.chance(10) && t.topk_ratio > 0 && t.topk_ratio < 1) t.topk_ratio = random.one_of({0.05, 0.1, 0.2});
@@ -386,8 +386,12 @@ Training::Exported Training::export_alone(const Tensor& t) {
   return state;
 }
 
+int64_t Training::add(const Tensor& t) {
+  return engine_->add(t.sizes, t.dtype, t.split, nullptr, device_of(static_cast<size_t>(&t - tensors_.data())));
+}
+
 void Training::import(Tensor& t, const Exported& state, bool in_flight) {
-  t.index = engine_->add(t.sizes, t.dtype, t.split, nullptr, device_);
+  t.index = add(t);
   t.suspect = true;
   ImportedClock clock = state.clock;
   clock.in_flight = in_flight;

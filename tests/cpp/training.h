@@ -79,8 +79,9 @@ class Training {
     int64_t count() const { return zenflow::matrix_of(sizes).count(); }
     int64_t columns() const { return zenflow::matrix_of(sizes).columns; }
   };
-  // The device that a new engine's parameters live on, and a call with operands in its memory.
-  virtual size_t device_of(zenflow::Engine&) { return 0; }
+  // What a new engine needs, the device that a parameter lives on, and a call with operands in their devices' memory.
+  virtual void prepare(zenflow::Engine&) {}
+  virtual size_t device_of(size_t /*parameter*/) const { return 0; }
   virtual void call(std::vector<zenflow::Operand>& operands,
                     zenflow::FunctionRef<void(std::span<const zenflow::Operand>)> engine_call) {
     engine_call(operands);
@@ -104,6 +105,7 @@ class Training {
   void restart();
   void move(Tensor& t);
   void lend(Tensor& t, int64_t width);
+  int64_t add(const Tensor& t);
   void import(Tensor& t, const Exported& state, bool in_flight);
   Exported export_state(const Tensor& t);  // within a call
   Exported export_alone(const Tensor& t);
@@ -116,7 +118,6 @@ class Training {
 
   const Script& script_;
   Variant variant_;
-  size_t device_ = 0;
   std::vector<uint64_t> digests_;
 };
 
