@@ -16,12 +16,12 @@ native_sources := $(wildcard src/*.cpp src/*.h cuda/*.cu cuda/*.cpp cuda/*.h)
 cpp_files := $(native_sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h) $(wildcard tests/cuda_emulation/*.cpp tests/cuda_emulation/*.h)
 build_files := CMakeLists.txt cmake/cuda.cmake setup.py pyproject.toml
 
-.PHONY: build test lint core-tests emulation-tests barrier-mutations python-tests demo format clean
+.PHONY: build test lint core-tests emulation-tests barrier-mutations emulated-python-tests python-tests demo format clean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/build
 
-test: lint core-tests emulation-tests barrier-mutations python-tests
+test: lint core-tests emulation-tests barrier-mutations emulated-python-tests python-tests
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -71,6 +71,11 @@ emulation-tests-%: $(STAMPS)/requirements
 # Each barrier of the kernels is taken away in turn; their tests must notice.
 barrier-mutations: emulation-tests-none
 	$(BIN)/python tests/cuda_emulation/mutate_barriers.py build/emulation-none/kernel_tests
+
+# The optimizer on that device, from Python, against the reference; and the tests that a GPU will run.
+emulated-python-tests: emulation-tests-none
+	PYTHONPATH=build/emulation-none/python:tests $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p emulated_gpu \
+	  --hypothesis-profile=quick tests/gpu tests/test_equalities.py tests/test_offload_gradients.py $(PYTEST)
 
 python-tests: $(STAMPS)/build
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)

@@ -27,6 +27,7 @@ KNOBS = {
     "min_offload_numel": "parameters with fewer elements are never split",
     "num_threads": "threads of the host update",
     "host_buffer": "ring (faster), stream (less host memory) or auto",
+    "offload_gradients": "True: gradients leave during backward and their memory is freed",
 }
 
 
@@ -62,7 +63,7 @@ def parse_arguments(description):
     add("--model", help="folder or hub name of a causal LM (SmolLM2-135M, converted at first use)")
     add("--data", type=Path, help="UTF-8 text file (the reference text that comes with Python)")
     add("--optimizer", choices=("adamw", "zenflow", "both"), default="both", help="(%(default)s)")
-    add("--device", default="cpu", help="cpu; another only with --optimizer adamw, so far (%(default)s)")
+    add("--device", default="cpu", help="cpu or cuda (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
     add = parser.add_argument_group("training, the same for every optimizer").add_argument
     add("--steps", type=positive, default=80, help="(%(default)s)")
