@@ -75,7 +75,7 @@ barrier-mutations: emulation-tests-none
 # The optimizer on that device, from Python, against the reference; and the tests that a GPU will run.
 emulated-python-tests: emulation-tests-none
 	PYTHONPATH=build/emulation-none/python:tests $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p emulated_gpu \
-	  --hypothesis-profile=quick tests/gpu tests/test_equalities.py tests/test_offload_gradients.py $(PYTEST)
+	  -m "not gpu" --hypothesis-profile=quick tests/gpu tests/test_equalities.py tests/test_offload_gradients.py $(PYTEST)
 
 python-tests: $(STAMPS)/build
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
