@@ -10,6 +10,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zenflow
 
@@ -29,6 +30,22 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class Shared(nn.Module):
+    """One block's weights in three checkpointed segments, and a head."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding, self.block, self.head = nn.Embedding(WORDS, 48), nn.Linear(48, 48), nn.Linear(48, WORDS)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for _ in range(3):
+            x = checkpoint(lambda y: y + torch.relu(self.block(y)), x, use_reentrant=self.use_reentrant)
+        return self.head(x)
 
 
 def small_model(dtype=torch.float32):

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from backward import backward_of
 from compare import assert_all_same, assert_same_saved, assert_same_state
 from reference import ReferenceZenFlow
-from small_model import LENGTH, WORDS, small_model
+from small_model import LENGTH, WORDS, Shared, small_model
 from strategies import ACTIONS, BF16, FP32, runs
 from zenflow import _C, ZenFlowOptimizer
 from zenflow.offloaded_gradient import OffloadedGradient, Staged
@@ -27,26 +28,6 @@ pytestmark = pytest.mark.filterwarnings("error:zenflow")
 STEPS = 50
 BROUGHT_BACK = "was brought back"
 SCHEDULE = {"update_interval": 4, "select_interval": 8, "topk_ratio": 0.15, "min_offload_numel": 1000}
-
-
-class Give(torch.autograd.Function):
-    """A scalar whose backward gives p the gradient g, in g's dtype and layout."""
-
-    @staticmethod
-    def forward(ctx, p, g):
-        ctx.g = g
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.g.clone(), None
-
-
-def backward_of(pairs):
-    """Gives each parameter its gradient, in one backward pass."""
-    losses = [Give.apply(p, g) for p, g in pairs if g is not None]
-    if losses:
-        sum(losses).backward()
 
 
 def offloading(parameters, **changed):
@@ -147,22 +128,6 @@ def test_any_run_resumes_from_any_step_and_between_backward_and_step(run, betwee
 
 
 # A real model
-
-
-class Shared(nn.Module):
-    """One block's weights in three checkpointed segments, and a head."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        torch.manual_seed(2)
-        self.embedding, self.block, self.head = nn.Embedding(WORDS, 48), nn.Linear(48, 48), nn.Linear(48, WORDS)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for _ in range(3):
-            x = checkpoint(lambda y: y + torch.relu(self.block(y)), x, use_reentrant=self.use_reentrant)
-        return self.head(x)
 
 
 def batches(steps):

@@ -12,22 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from backward import Give
 from compare import assert_same
 from strategies import BF16, DTYPES, FP16, FP32, MIXED_GRADIENTS, parameter_specs
 from strategies import gradient as gradient_of
 from zenflow import ZenFlowOptimizer
 from zenflow.offloaded_gradient import OffloadedGradient
-
-
-class Give(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, p, g):
-        ctx.g = g
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.g.clone(), None
 
 
 def left(gradient, **settings):

@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from compare import assert_all_same, assert_same_state
 from reference import ReferenceZenFlow
-from small_model import LENGTH, WORDS, small_model
+from small_model import LENGTH, WORDS, Shared, small_model
 from strategies import BF16, DTYPES, FP16, FP32, runs
 from training import Pair, backward_of, moved, moved_parameters, on_cpu
 from zenflow import ZenFlowOptimizer
@@ -293,22 +292,6 @@ def test_autocast_trains(device, hooks, dtype):
 
 
 # A real model in both modes
-
-
-class Shared(nn.Module):
-    """One block's weights in three checkpointed segments, and a head."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        torch.manual_seed(2)
-        self.embedding, self.block, self.head = nn.Embedding(WORDS, 48), nn.Linear(48, 48), nn.Linear(48, WORDS)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for _ in range(3):
-            x = checkpoint(lambda y: y + torch.relu(self.block(y)), x, use_reentrant=self.use_reentrant)
-        return self.head(x)
 
 
 def bits_of_training(model, device, hooks, accumulated, clips):
