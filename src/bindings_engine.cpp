@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine for Python. Tensors cross as address, dtype code and strides (None: contiguous); python/zenflow/tensors.py
-// makes these and nobody else does.
+// makes these and nobody else does. What takes the engine's lock goes without the GIL: who holds the lock may need the
+// GIL for GPU memory.
 #include <pybind11/stl.h>
 
 #include "bindings.h"
@@ -118,6 +119,11 @@ std::unique_ptr<Engine> make_engine(bool mean, bool stream, int64_t update_inter
                                   pin_threads && host.exclusive ? host.cpus : std::vector<int>(), caller.threads);
 }
 
+Report report_of(Engine& engine) {
+  const py::gil_scoped_release release;
+  return engine.report();
+}
+
 // Every call on all weights: convert with the GIL, work without.
 template <void (Engine::*Method)(std::span<const Operand>)>
 void on_weights(Engine& engine, const py::list& rows) {
@@ -138,6 +144,7 @@ void bind_engine(py::module_& m) {
       .def("refuses_page_locks", &Engine::refuses_page_locks)
       .def("add",
            [](Engine& e, std::vector<int64_t> sizes, int dtype, bool split, uintptr_t step_count, size_t device) {
+             const py::gil_scoped_release release;
              return e.add(std::move(sizes), static_cast<DType>(dtype), split, reinterpret_cast<float*>(step_count),
                           device);
            })
@@ -166,7 +173,7 @@ void bind_engine(py::module_& m) {
            })
       .def("discard_staged", &Engine::discard_staged, py::call_guard<py::gil_scoped_release>())
       .def("staged", &Engine::staged)
-      .def("staged_finite", &Engine::staged_finite)
+      .def("staged_finite", &Engine::staged_finite, py::call_guard<py::gil_scoped_release>())
       .def("publish_early",
            [](Engine& e, const py::tuple& row) {
              const std::vector<Operand> operands = operands_of(e, rows_of(row), py::list());
@@ -204,11 +211,15 @@ void bind_engine(py::module_& m) {
                                const Clock c = e.clock();
                                return py::make_tuple(c.step, c.window_step, c.last_selection, c.publish_at);
                              })
-      .def("set_clock", [](Engine& e, int64_t step, int64_t window_step, int64_t last_selection,
-                           int64_t publish_at) { e.set_clock({step, window_step, last_selection, publish_at}); })
+      .def(
+          "set_clock",
+          [](Engine& e, int64_t step, int64_t window_step, int64_t last_selection, int64_t publish_at) {
+            e.set_clock({step, window_step, last_selection, publish_at});
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("host_bytes", &Engine::host_bytes)
       .def("report", [](Engine& e) {
-        const Report r = e.report();
+        const Report r = report_of(e);
         return py::dict("total"_a = counters_dict(r.total), "last_window"_a = counters_dict(r.last_window),
                         "gradient_norm"_a = r.gradient_norm, "selection_overlap"_a = r.selection_overlap);
       });

@@ -4,6 +4,8 @@
 A device is None for the host, else the GPU's ordinal.
 """
 
+import functools
+
 import torch
 
 from zenflow import _C
@@ -18,13 +20,17 @@ def device_of(tensor):
 
 def why_not(device):
     """Why parameters cannot be updated there; None if they can."""
-    native = _C.config()
-    if device is None or native["cuda_built"]:
+    if device is None or _cuda_half()["cuda_built"]:
         return None
     return (
-        f"this build has no CUDA half ({native['cuda_reason']}): install zenflow where nvcc works, or use "
+        f"this build has no CUDA half ({_cuda_half()['cuda_reason']}): install zenflow where nvcc works, or use "
         "model.to('cpu'), or torch.optim.AdamW for it"
     )
+
+
+@functools.cache
+def _cuda_half():
+    return _C.config()
 
 
 def empty(shape, device):
