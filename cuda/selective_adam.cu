@@ -2,6 +2,7 @@
 #include "cuda/selective_adam.h"
 
 #include <stdexcept>
+#include <type_traits>
 
 #include "cuda/adam_element.h"
 #include "cuda/tiles.h"
@@ -27,12 +28,12 @@ struct Selected {
   int32_t column, position;
 };
 
-template <DType G, DType P>
-__device__ __forceinline__ Bits<P> packed_element(Bits<G> gradient) {
-  if constexpr (G == P) {
+template <DType From, DType To>
+__device__ __forceinline__ Bits<To> converted(Bits<From> gradient) {
+  if constexpr (From == To) {
     return gradient;
   } else {
-    return from_float<P>(to_float<G>(gradient));
+    return from_float<To>(to_float<From>(gradient));
   }
 }
 
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kTileThreads)
     const auto rows = load_rows(part, done, [&](int k) { return whole[k]; });
     if (place >= 0) {
       const auto slot = part.walk(packed + place, columns.slots);
-      store_rows(part, done, rows, [&](int k, Bits<G> g) { slot[k] = packed_element<G, P>(g); });
+      store_rows(part, done, rows, [&](int k, Bits<G> g) { slot[k] = converted<G, P>(g); });
     } else {
       Bits<G>* own = staged[buffer] + lane_row * count + index;
       store_rows(part, done, rows, [&](int k, Bits<G> g) { own[(k - done) * part.step * count] = g; });
@@ -115,9 +116,9 @@ __global__ void __launch_bounds__(kTileThreads)
   if (place >= 0) {
     const auto slot = part.walk(packed + place, columns.slots);
     if constexpr (kPacks) {
-      move_rows(part, [&](int k) { return whole[k]; }, [&](int k, Bits<G> g) { slot[k] = packed_element<G, P>(g); });
+      move_rows(part, [&](int k) { return whole[k]; }, [&](int k, Bits<G> g) { slot[k] = converted<G, P>(g); });
     } else {
-      move_rows(part, [&](int k) { return slot[k]; }, [&](int k, Bits<G> g) { whole[k] = g; });
+      move_rows(part, [&](int k) { return slot[k]; }, [&](int k, Bits<P> g) { whole[k] = converted<P, G>(g); });
     }
   } else {
     const auto own = part.walk(kept - 1 - place, columns.width);
@@ -148,25 +149,30 @@ void launch_pass(const SelectivePass& pass, Stream stream) {
   });
 }
 
+// Calls f with the gradient's dtype and the packed one as constants.
+template <class F>
+void with_dtypes(const SelectivePass& pass, F&& f) {
+  with_dtype_constant(pass.gradient_dtype, [&](auto G) {
+    if (pass.packed_dtype == G()) return f(G, G);
+    if (pass.packed_dtype == DType::kFloat32) return f(G, std::integral_constant<DType, DType::kFloat32>());
+    throw std::invalid_argument("a selective pass packs in the gradient's dtype or fp32, not in another");
+  });
+}
+
 }  // namespace
 
 void selective_adam(const SelectivePass& pass, Stream stream) {
   if (pass.rows == 0 || pass.columns == 0) return;
-  with_dtype_constant(pass.gradient_dtype, [&](auto G) {
-    if (pass.packed_dtype == G()) return launch_pass<G(), G()>(pass, stream);
-    if (pass.packed_dtype == DType::kFloat32) return launch_pass<G(), DType::kFloat32>(pass, stream);
-    throw std::invalid_argument("selective_adam packs in the gradient's dtype or fp32, not in another");
-  });
+  with_dtypes(pass, [&](auto G, auto P) { launch_pass<G(), P()>(pass, stream); });
 }
 
 void unpack(const SelectivePass& pass, void* gradient, Stream stream) {
   if (pass.rows == 0 || pass.columns == 0) return;
   const Tiles tiles(pass.rows, pass.columns);
   const Columns columns{pass.width, pass.slots, pass.place};
-  with_dtype_constant(pass.gradient_dtype, [&](auto G) {
-    using Element = Bits<G()>;
-    launch(split_columns<G(), G(), false>, tiles.grid(), stream, tiles, columns, static_cast<Element*>(gradient),
-           static_cast<Element*>(pass.packed), static_cast<Element*>(pass.kept));
+  with_dtypes(pass, [&](auto G, auto P) {
+    launch(split_columns<G(), P(), false>, tiles.grid(), stream, tiles, columns, static_cast<Bits<G()>*>(gradient),
+           static_cast<Bits<P()>*>(pass.packed), static_cast<Bits<G()>*>(pass.kept));
   });
 }
 

@@ -40,8 +40,8 @@ struct SelectivePass {
 };
 void selective_adam(const SelectivePass& pass, Stream stream);
 
-// The inverse of a pass with `kept`: writes gradient [rows, columns] from packed and kept. pass.gradient is not used;
-// packed_dtype must be gradient_dtype.
+// The inverse of a pass with `kept`: writes gradient [rows, columns] from packed and kept, bit for bit (a NaN that was
+// packed in another dtype is a NaN again). pass.gradient is not used.
 void unpack(const SelectivePass& pass, void* gradient, Stream stream);
 
 // A whole parameter, or the kept gradient of a split one's selected columns.
