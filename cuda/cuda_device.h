@@ -8,6 +8,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <vector>
@@ -87,7 +88,11 @@ class CudaDevice : public Device, private PageLocker {
   void download(void* host, const void* device, int64_t bytes);
   void upload(void* device, const void* host, int64_t bytes);
 
+  // work(first row, rows) for so many rows at a time as a chunk holds.
+  template <class Work>
+  void for_chunks(int64_t rows, int64_t row_bytes, Work&& work) const;
   void pack(const SelectivePass& all, char* lane);
+  SelectivePass staged_pass(Parameter& parameter, const StagedPlaces& places);
   SelectivePass selective_pass(const ReceivedGradient& received);
   AdamTask adam_task(const ReceivedGradient& received);
   const float* coefficient() const { return &static_cast<const Clipped*>(clipped_.data)->coefficient; }
@@ -95,6 +100,8 @@ class CudaDevice : public Device, private PageLocker {
   void take_corrections(const GradientStep& step, const float*& column_step, const float*& column_root);
   void publish(const Operand& operand);
   void send_after_compute();
+  void reserve(const Parameter& parameter);
+  uint64_t* reserve(ColumnMap& map, int64_t columns);
   void update_map(ColumnMap& map, const std::vector<int32_t>& slot_columns, const std::vector<int32_t>& block_columns);
   void update_map(const Parameter& parameter, const TensorView& weight);
 
@@ -110,14 +117,14 @@ class CudaDevice : public Device, private PageLocker {
   std::map<const Parameter*, ColumnMap> maps_;
   std::map<const Parameter*, Kept> kept_;
   bool refuses_page_locks_ = false;
-  bool writes_host_ = false;  // the caller's stream has work that writes host memory, and `down` has not waited for it
+  bool writes_host_ = false;  // the caller's stream has work that uses host arrays, and `down` has not waited for it
 
   std::vector<NormTask> measured_;
   Buffer norms_, norm_scratch_, squared_, clipped_, selected_, corrections_, upload_;
   HostArray clips_;  // Clipped of each step whose lanes may still wait for their job
   int64_t clip_count_ = 0;
+  const Clipped* last_clip_ = nullptr;  // until its norm was asked for
   float* next_correction_ = nullptr;
-  bool norm_asked_ = true;
 };
 
 template <class T>
@@ -129,6 +136,12 @@ T* CudaDevice::grown(Buffer& buffer, int64_t count) {
     buffer.bytes = bytes;
   }
   return static_cast<T*>(buffer.data);
+}
+
+template <class Work>
+void CudaDevice::for_chunks(int64_t rows, int64_t row_bytes, Work&& work) const {
+  const int64_t most = row_bytes == 0 ? rows : std::max<int64_t>(1, sizes_.chunk_bytes / row_bytes);
+  for (int64_t first = 0; first < rows; first += most) work(first, std::min(most, rows - first));
 }
 
 }  // namespace zenflow

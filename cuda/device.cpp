@@ -58,20 +58,19 @@ std::optional<Coefficient> CudaDevice::clip(std::span<const Operand* const> oper
   clip_coefficient(squared, count, max_norm, &clipped->norm, &clipped->coefficient, compute_);
 
   const int64_t kept = clips_.bytes() / static_cast<int64_t>(sizeof(Clipped));
-  Clipped* const known = static_cast<Clipped*>(clips_.data()) + clip_count_++ % kept;
+  Clipped* const known = static_cast<Clipped*>(clips_.data()) + clip_count_ % kept;  // apply() counts: steps, not tries
   ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(known, clipped, sizeof(Clipped), cudaMemcpyDeviceToHost, compute()));
   ZENFLOW_CUDA_CHECK(cudaEventRecord(norm_known_.handle(), compute()));
-  norm_asked_ = false;
+  last_clip_ = known;
   writes_host_ = true;
   return Coefficient{1.0, &known->coefficient};
 }
 
 std::optional<double> CudaDevice::late_norm() {
-  if (std::exchange(norm_asked_, true)) return std::nullopt;
+  if (last_clip_ == nullptr) return std::nullopt;
   // The clips: the last step's copy must be in. A step old, it is.
   ZENFLOW_CUDA_CHECK(cudaEventSynchronize(norm_known_.handle()));
-  const int64_t kept = clips_.bytes() / static_cast<int64_t>(sizeof(Clipped));
-  return static_cast<const Clipped*>(clips_.data())[(clip_count_ - 1) % kept].norm;
+  return std::exchange(last_clip_, nullptr)->norm;
 }
 
 std::vector<std::vector<int32_t>> CudaDevice::top_k(std::span<const size_t> which, std::span<const int64_t> widths) {
@@ -115,6 +114,7 @@ void CudaDevice::apply(std::span<const ReceivedGradient> gradients) {
   }
   adam(tasks, coefficient, compute_);
   staging_.end();
+  if (coefficient != nullptr) ++clip_count_;
   if (packed > 0) writes_host_ = false;  // the last chunk has left behind all that was queued before
 }
 
@@ -184,13 +184,12 @@ void CudaDevice::take_corrections(const GradientStep& step, const float*& column
   column_root = std::exchange(next_correction_, next_correction_ + width);
 }
 
-// So many rows at a time as a chunk holds.
 void CudaDevice::pack(const SelectivePass& all, char* lane) {
   const int64_t row_bytes = all.slots * item_size(all.packed_dtype), gradient_item = item_size(all.gradient_dtype);
-  const int64_t most = row_bytes == 0 ? all.rows : std::max<int64_t>(1, sizes_.chunk_bytes / row_bytes);
-  for (int64_t first = 0; first < all.rows && all.columns > 0; first += most) {
+  if (all.columns == 0) return;
+  for_chunks(all.rows, row_bytes, [&](int64_t first, int64_t rows) {
     SelectivePass pass = all;
-    pass.rows = std::min(most, all.rows - first);
+    pass.rows = rows;
     const int64_t offset = first * all.columns, block_offset = first * all.width;
     pass.gradient = static_cast<const char*>(all.gradient) + offset * gradient_item;
     if (all.kept != nullptr) {
@@ -201,9 +200,9 @@ void CudaDevice::pack(const SelectivePass& all, char* lane) {
       pass.exp_avg += block_offset;
       pass.exp_avg_sq += block_offset;
     }
-    if (row_bytes > 0) pass.packed = staging_.take(lane + first * row_bytes, pass.rows * row_bytes);
+    if (row_bytes > 0) pass.packed = staging_.take(lane + first * row_bytes, rows * row_bytes);
     selective_adam(pass, compute_);
-  }
+  });
 }
 
 std::optional<double> CudaDevice::norm_to_stage(const Parameter& p) {
@@ -212,24 +211,29 @@ std::optional<double> CudaDevice::norm_to_stage(const Parameter& p) {
   return std::nullopt;
 }
 
+// What packs a staged gradient, and unpacks it, but for the gradient.
+SelectivePass CudaDevice::staged_pass(Parameter& p, const StagedPlaces& places) {
+  Kept& kept = kept_[&p];
+  SelectivePass pass{};
+  pass.gradient_dtype = p.staged().dtype;
+  pass.rows = p.shape().rows;
+  pass.columns = p.shape().columns;
+  if (p.shape().count() > 0) pass.place = p.staged().moves_columns ? kept.map.place : maps_.at(&p).place;
+  pass.packed_dtype = places.lane_dtype;
+  pass.slots = static_cast<int64_t>(places.slot_columns.size());
+  pass.width = static_cast<int64_t>(places.block_columns.size());
+  const int64_t bytes = pass.rows * pass.width * item_size(pass.gradient_dtype);
+  pass.kept = grown<char>(kept.selected, std::max<int64_t>(1, bytes));
+  return pass;
+}
+
 void CudaDevice::stage(const Operand& o) {
   const DeviceScope scope(ordinal_);
   Parameter& p = *o.parameter;
   const StagedPlaces to = p.staged_places();
-  Kept& kept = kept_[&p];
-  const auto width = static_cast<int64_t>(to.block_columns.size());
-  const int64_t item = item_size(o.gradient.dtype());
-  if (p.staged().moves_columns) update_map(kept.map, to.slot_columns, to.block_columns);
-  SelectivePass pass{};
+  if (p.staged().moves_columns) update_map(kept_[&p].map, to.slot_columns, to.block_columns);
+  SelectivePass pass = staged_pass(p, to);
   pass.gradient = o.gradient.at(0);
-  pass.gradient_dtype = o.gradient.dtype();
-  pass.rows = p.shape().rows;
-  pass.columns = p.shape().columns;
-  if (p.shape().count() > 0) pass.place = p.staged().moves_columns ? kept.map.place : maps_.at(&p).place;
-  pass.packed_dtype = to.lane_dtype;
-  pass.slots = static_cast<int64_t>(to.slot_columns.size());
-  pass.width = width;
-  pass.kept = grown<char>(kept.selected, std::max<int64_t>(1, pass.rows * width * item));
   staging_.begin(compute(), 0);
   pack(pass, to.lane);
   staging_.end();
@@ -267,6 +271,7 @@ void CudaDevice::publish(std::span<const Operand* const> operands) {
   ZENFLOW_CUDA_CHECK(cudaEventRecord(published_.handle(), up_));
   // The weights: the caller goes on with what was published.
   ZENFLOW_CUDA_CHECK(cudaStreamWaitEvent(compute(), published_.handle(), 0));
+  writes_host_ = true;  // and reads it: `pending`
 }
 
 // Chunk after chunk on one stream, through one piece of memory: a copy is two orders slower than its scatter.
@@ -276,17 +281,15 @@ void CudaDevice::publish(const Operand& o) {
   const int64_t row_bytes = p.slots() * item_size(p.dtype());
   if (shape.rows * row_bytes > 0) {
     const ColumnMap& map = maps_.at(&p);
-    const int64_t most = std::max<int64_t>(1, sizes_.chunk_bytes / row_bytes);
-    void* const chunk = grown<char>(upload_, std::max(sizes_.chunk_bytes, row_bytes));
+    void* const chunk = upload_.data;
     ZENFLOW_CUDA_CHECK(cudaMemsetAsync(map.checksums, 0, static_cast<size_t>(p.slots()) * sizeof(uint64_t), up_));
-    for (int64_t first = 0; first < shape.rows; first += most) {
-      const int64_t rows = std::min(most, shape.rows - first);
+    for_chunks(shape.rows, row_bytes, [&](int64_t first, int64_t rows) {
       const char* const pending = static_cast<const char*>(p.arrays().pending.data()) + first * row_bytes;
       ZENFLOW_CUDA_CHECK(
           cudaMemcpyAsync(chunk, pending, static_cast<size_t>(rows * row_bytes), cudaMemcpyHostToDevice, up_));
       scatter({chunk, o.weight.at(0), p.dtype(), first, rows, shape.columns, map.place, p.slots(), map.checksums},
               Stream(up_));
-    }
+    });
   }
   p.published();
 }

@@ -72,13 +72,13 @@ void* CudaDevice::lock(void* data, int64_t bytes) {
   const DeviceScope scope(ordinal_);
   void* address = nullptr;
   const unsigned flags = cudaHostRegisterPortable | cudaHostRegisterMapped;
-  if (cudaHostRegister(data, static_cast<size_t>(bytes), flags) != cudaSuccess ||
-      cudaHostGetDevicePointer(&address, data, 0) != cudaSuccess) {
-    (void)cudaGetLastError();  // an answer here, not an error
-    refuses_page_locks_ = true;
-    return nullptr;
+  if (cudaHostRegister(data, static_cast<size_t>(bytes), flags) == cudaSuccess) {
+    if (cudaHostGetDevicePointer(&address, data, 0) == cudaSuccess) return address;
+    (void)cudaHostUnregister(data);
   }
-  return address;
+  (void)cudaGetLastError();  // an answer here, not an error
+  refuses_page_locks_ = true;
+  return nullptr;
 }
 
 void CudaDevice::unlock(void* data) noexcept {
@@ -125,6 +125,7 @@ void CudaDevice::on_host(Parameter& p, const TensorView& weight, FunctionRef<voi
   HostArray mirror(weight ? bytes : 0);
   const TensorView view = weight ? TensorView(mirror.data(), p.dtype(), sizes, {}) : TensorView();
 
+  reserve(p);
   wait();
   block.download(*this);
   if (weight) download(mirror.data(), weight.at(0), bytes);
@@ -151,11 +152,23 @@ void CudaDevice::columns_moved(Parameter& p, const TensorView& weight) {
   update_map(p, weight);
 }
 
+// What the parameter will need, before anything is done to it: memory then runs out before a gradient counts.
+void CudaDevice::reserve(const Parameter& p) {
+  if (!p.split() || p.shape().count() == 0) return;
+  reserve(maps_[&p], p.shape().columns);
+  staging_.reserve();
+  grown<char>(upload_, std::max(sizes_.chunk_bytes, p.shape().columns * item_size(p.dtype())));
+}
+
+uint64_t* CudaDevice::reserve(ColumnMap& map, int64_t columns) {
+  return grown<uint64_t>(map.memory, 2 * columns + columns);  // both lists of sums, then the indices
+}
+
 void CudaDevice::update_map(ColumnMap& map, const std::vector<int32_t>& slot_columns,
                             const std::vector<int32_t>& block_columns) {
   const auto slots = static_cast<int64_t>(slot_columns.size()), width = static_cast<int64_t>(block_columns.size());
   const int64_t columns = slots + width;
-  map.checksums = grown<uint64_t>(map.memory, 2 * columns + columns);  // both lists of sums, then the indices
+  map.checksums = reserve(map, columns);
   map.found = map.checksums + columns;
   map.place = reinterpret_cast<int32_t*>(map.found + columns);
   map.of_slots = map.place + columns;
@@ -183,21 +196,37 @@ double CudaDevice::staged_norm(const Parameter& p) {
 
 void CudaDevice::unstage(Parameter& p, void* gradient) {
   const DeviceScope scope(ordinal_);
-  const int64_t rows = p.shape().rows, item = item_size(p.staged().dtype);
-  const auto width = static_cast<int64_t>(p.staged_places().block_columns.size());
-  HostArray whole(p.shape().count() * item);
+  const StagedPlaces from = p.staged_places();
+  const SelectivePass all = staged_pass(p, from);
+  const int64_t row_bytes = all.slots * item_size(all.packed_dtype), item = item_size(all.gradient_dtype);
+  char* const chunk = grown<char>(upload_, std::max(sizes_.chunk_bytes, row_bytes));
   // The lane, into which the gradient may still be on its way.
   ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(staging_.stream()));
-  download(p.staged_selected(), kept_.at(&p).selected.data, rows * width * item);
-  p.unstage(whole.data());
-  upload(gradient, whole.data(), whole.bytes());
+  for_chunks(all.columns > 0 ? all.rows : 0, row_bytes, [&](int64_t first, int64_t rows) {
+    SelectivePass pass = all;
+    pass.rows = rows;
+    pass.kept = static_cast<char*>(all.kept) + first * all.width * item;
+    pass.packed = chunk;
+    if (row_bytes > 0) {
+      ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(chunk, from.lane + first * row_bytes, static_cast<size_t>(rows * row_bytes),
+                                         cudaMemcpyHostToDevice, compute()));
+    }
+    unpack(pass, static_cast<char*>(gradient) + first * all.columns * item, compute_);
+  });
+  // The lane, which may go.
+  ZENFLOW_CUDA_CHECK(cudaStreamSynchronize(compute()));
+  p.discard_staged();
 }
 
 void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const ColumnSwap& swap) {
   const DeviceScope scope(ordinal_);
   const int64_t rows = p.shape().rows, columns = p.shape().columns, count = swap.count(), item = item_size(p.dtype());
   const ColumnState block = p.block();
-  Buffer memory;
+  struct Moving : Buffer {
+    explicit Moving(CudaDevice& owner) : owner(owner) {}
+    ~Moving() { owner.release(*this); }
+    CudaDevice& owner;
+  } memory(*this);
   float* const state = grown<float>(memory, 4 * rows * count + 3 * count);
   ColumnState moving{state, state + rows * count, state + 2 * rows * count, count};
   void* const weights = state + 3 * rows * count;
@@ -230,7 +259,6 @@ void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const Colu
     scatter_columns(block.*array, 4, rows, block.width, positions, count, moving.*array, compute_);
   }
   scatter_columns(weight.at(0), item, rows, columns, joining, count, weights, compute_);
-  release(memory);
 }
 
 void CudaDevice::forget(const Parameter& p) {

@@ -26,19 +26,46 @@ Staging::Staging(DeviceMemory& memory, int64_t chunk_bytes, size_t chunks)
 }
 
 Staging::~Staging() {
+  drop_spare();
   for (const auto& chunk : ring_) {
     if (chunk->data != nullptr) memory_.release(chunk->data, handle_of(down_));
   }
   (void)cudaStreamDestroy(down_);
 }
 
+void Staging::reserve() {
+  for (const auto& chunk : ring_) {
+    if (chunk->data != nullptr) continue;
+    chunk->data = memory_.allocate(chunk_bytes_);
+    chunk->bytes = chunk_bytes_;
+  }
+}
+
 void Staging::begin(cudaStream_t compute, int64_t bytes) {
+  if (std::exchange(in_round_, true)) drop_round();
   compute_ = compute;
   // Each piece is aligned, and a chunk's rest may be too small for the next one: ask for a little more.
   const int64_t wanted = bytes + bytes / 4 + chunk_bytes_;
   if (bytes <= chunk_bytes_ * static_cast<int64_t>(ring_.size())) return;
   spare_ = memory_.try_allocate(wanted);
   spare_left_ = spare_ != nullptr ? wanted : 0;
+}
+
+// After an exception: what was not sent stays behind, and nothing in use is packed over.
+void Staging::drop_round() {
+  pieces_.clear();
+  open_bytes_ = used_ = 0;
+  if (chunk_ != nullptr && chunk_->data != nullptr) {
+    ZENFLOW_CUDA_CHECK(cudaEventRecord(chunk_->left.handle(), down_));
+    chunk_->leaving = true;
+  }
+  drop_spare();
+}
+
+void Staging::drop_spare() {
+  if (spare_ == nullptr) return;
+  memory_.release(std::exchange(spare_, nullptr), handle_of(down_));
+  open_bytes_ = used_ = spare_left_ = spare_used_ = 0;
 }
 
 void* Staging::take(void* host, int64_t bytes) {
@@ -54,12 +81,12 @@ void* Staging::take(void* host, int64_t bytes) {
 
 void Staging::open_chunk(int64_t bytes) {
   const int64_t wanted = std::max(chunk_bytes_, aligned(bytes));
-  used_ = 0;
-  open_bytes_ = wanted;
+  open_bytes_ = used_ = 0;  // until there is an open chunk again
   if (wanted <= spare_left_) {
     chunk_ = nullptr;
     open_ = static_cast<char*>(spare_) + (spare_used_ += wanted) - wanted;
     spare_left_ -= wanted;
+    open_bytes_ = wanted;
     return;
   }
   chunk_ = ring_[next_].get();
@@ -75,6 +102,7 @@ void Staging::open_chunk(int64_t bytes) {
   }
   chunk_->leaving = false;
   open_ = static_cast<char*>(chunk_->data);
+  open_bytes_ = wanted;
 }
 
 void Staging::send() {
@@ -94,9 +122,8 @@ void Staging::send() {
 
 void Staging::end() {
   send();
-  if (spare_ == nullptr) return;  // the open chunk's rest serves the next round
-  memory_.release(std::exchange(spare_, nullptr), handle_of(down_));
-  open_bytes_ = used_ = spare_left_ = spare_used_ = 0;
+  drop_spare();  // without one, the open chunk's rest serves the next round
+  in_round_ = false;
 }
 
 }  // namespace zenflow

@@ -25,7 +25,10 @@ class Staging {
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  // A round of pieces that are packed on `compute`, at most `bytes` in all.
+  // All chunks' memory, so that a later round needs no more.
+  void reserve();
+  // A round of pieces that are packed on `compute`, at most `bytes` in all. Without end(), after an exception, the next
+  // round drops what had not left.
   void begin(cudaStream_t compute, int64_t bytes);
   // Device memory for a piece that will go to `host`. It leaves once the caller has queued what fills it and calls
   // take() or end().
@@ -50,6 +53,8 @@ class Staging {
 
   void open_chunk(int64_t bytes);
   void send();
+  void drop_round();
+  void drop_spare();
 
   DeviceMemory& memory_;
   const int64_t chunk_bytes_;
@@ -63,6 +68,7 @@ class Staging {
   Chunk* chunk_ = nullptr;  // the open chunk; nullptr: a part of the spare memory
   char* open_ = nullptr;
   int64_t open_bytes_ = 0, used_ = 0;
+  bool in_round_ = false;
   std::vector<Piece> pieces_;
   Event packed_;
 };

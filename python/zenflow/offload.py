@@ -19,7 +19,7 @@ from zenflow.micro_batches import MicroBatches
 from zenflow.offloaded_gradient import OffloadedGradient, Staged
 from zenflow.settings import selected_count
 from zenflow.store import splits
-from zenflow.tensors import DTYPE_CODES, address_of, is_plain, mark_written, strides_of
+from zenflow.tensors import DTYPE_CODES, address_of, engine_call, is_plain, mark_written, strides_of
 
 
 class GradientOffload:
@@ -86,8 +86,10 @@ class GradientOffload:
             return gradient
         return gradient if self._holds(p, gradient) else gradient.bring_back()
 
-    def all_finite(self, gradients):
+    def all_finite(self, gradients, store):
         """Whether no gradient holds an Inf or NaN; squares that overflow in a column's norm are no proof of one."""
+        if store is not None:
+            store.use_current_streams()
         return all(
             (isinstance(g, OffloadedGradient) and g.is_staged() and g.staged.store.engine.staged_finite(g.staged.index))
             or bool(torch.isfinite(g.bring_back() if isinstance(g, OffloadedGradient) else g).all())
@@ -227,9 +229,11 @@ class GradientOffload:
         p.grad = offloaded
         # Weights change only for parameters that are known to have one gradient per step: this was p's last use.
         if engine.clock[3] == plan.step and not plan.selects and p in self._observed:
-            staged.published = engine.publish_early((*record.weight_row(p), 0, 0, None, 0))
-            if staged.published:
-                mark_written([p], [p], store.records)
+            row = (*record.weight_row(p), 0, 0, None, 0)
+            with engine_call([p], {p: record}):
+                staged.published = engine.publish_early(row)
+                if staged.published:
+                    mark_written([p], [p], {p: record})
 
     def _holds(self, p, gradient):
         mine = self._staged.get(p)

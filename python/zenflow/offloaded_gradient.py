@@ -94,6 +94,7 @@ class OffloadedGradient(torch.Tensor):
 
     def _discard(self):
         if self.is_staged():
+            self.staged.store.use_current_streams()
             self.staged.store.engine.discard_staged(self.staged.index)
         self.staged.forget()
 

@@ -29,6 +29,7 @@ from zenflow.tensors import (
     check_parameter,
     check_step,
     check_weight,
+    engine_call,
     is_plain,
     mark_written,
     parameter_name,
@@ -220,7 +221,7 @@ class ZenFlowOptimizer(Optimizer):
 
     def _all_finite(self, parameters):
         gradients = [gradient for _, _, gradient in parameters if gradient is not None]
-        return self._offload.all_finite(gradients) if self._offload else all_finite(gradients)
+        return self._offload.all_finite(gradients, self._store) if self._offload else all_finite(gradients)
 
     def _make_room(self, parameters):
         """Gives state to parameters that have their first gradient; raises MemoryError before anything is allocated."""
@@ -278,8 +279,10 @@ class ZenFlowOptimizer(Optimizer):
         ]
         clip = self._settings.max_grad_norm or 0.0
         self._store.use_current_streams()
-        self._store.engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
-        mark_written(written, [p for p, _, _ in parameters], records)
+        seen = [p for p, _, _ in parameters]
+        with engine_call(seen, records):
+            self._store.engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
+            mark_written(written, seen, records)
         self._store.warn_of_pageable_memory()
 
     def zero_grad(self, set_to_none=True):

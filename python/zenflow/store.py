@@ -13,7 +13,15 @@ import torch
 from zenflow import _C, devices, memory
 from zenflow import state as canonical
 from zenflow.settings import selected_count
-from zenflow.tensors import DTYPE_CODES, Record, check_parameter, check_weight, mark_written, parameter_name
+from zenflow.tensors import (
+    DTYPE_CODES,
+    Record,
+    check_parameter,
+    check_weight,
+    engine_call,
+    mark_written,
+    parameter_name,
+)
 
 
 def splits(p, split, settings):
@@ -113,12 +121,16 @@ class Store:
     @torch.no_grad()
     def write_weights(self, method):
         """Calls one of the engine's methods that write all weights, and takes what it wrote as ours."""
-        method(self.engine, self.weight_rows())
-        mark_written([p for p, record in self.records.items() if record.split], self.records, self.records)
+        rows = self.weight_rows()
+        with engine_call(self.records, self.records):
+            method(self.engine, rows)
+            mark_written([p for p, record in self.records.items() if record.split], self.records, self.records)
 
     def export_states(self):
         """Canonical states by parameter, edits of the user taken over; waits for the host and changes nothing else."""
-        self.engine.adopt_edits(self.weight_rows())
+        rows = self.weight_rows()
+        with engine_call(self.records, self.records):
+            self.engine.adopt_edits(rows)
         return {p: canonical.export_parameter(self.engine, record, self.mean) for p, record in self.records.items()}
 
     def import_states(self, states, clock, *, keep_selection):

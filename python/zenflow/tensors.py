@@ -4,6 +4,7 @@
 Not for: deciding what a step does.
 """
 
+import contextlib
 import math
 
 import torch
@@ -212,4 +213,20 @@ def mark_written(written, seen, records):
         records[p].copy_back(p)
     _increment_versions(written)
     for p in seen:
+        records[p].copy = None
         records[p].remember(p)
+
+
+@contextlib.contextmanager
+def engine_call(parameters, records):
+    """Around a call of the engine with rows of these weights, and what is done about it: the copies that it worked on
+    go; if something is raised, they are copied back, since the engine may count on what it had written by then."""
+    try:
+        yield
+        for p in parameters:
+            records[p].copy = None
+    except BaseException:
+        with torch.no_grad():
+            for p in parameters:
+                records[p].copy_back(p)
+        raise
