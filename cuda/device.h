@@ -16,6 +16,8 @@ namespace zenflow {
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
+  // The caller's stream from now on.
+  virtual void use_stream(uintptr_t) {}
   // Memory that work queued on the caller's stream may use. Throws what the framework throws.
   virtual void* allocate(int64_t bytes) = 0;
   virtual void* try_allocate(int64_t bytes) = 0;  // nullptr: there is not as much

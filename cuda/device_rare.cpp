@@ -42,6 +42,7 @@ void CudaDevice::use_stream(uintptr_t stream) {
         "the process that trains, or start that with the \"spawn\" method");
   }
   compute_ = Stream::from_handle(stream);
+  memory_->use_stream(stream);
 }
 
 void CudaDevice::release(Buffer& buffer) noexcept {

@@ -4,6 +4,11 @@
 // GIL for GPU memory.
 #include <pybind11/stl.h>
 
+#include <exception>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+
 #include "bindings.h"
 #include "cuda/device.h"
 #include "engine.h"
@@ -77,7 +82,9 @@ py::dict counters_dict(const Counters& c) {
                   "nonfinite_norms"_a = c.nonfinite_norms);
 }
 
-// python/zenflow/devices.py's DeviceMemory. The calling thread alone comes here, without the GIL.
+// python/zenflow/devices.py's DeviceMemory. Where the main thread runs Python code, handlers of signals run too: they
+// may raise, or call the engine, whose lock this thread holds. So the engine's calls run that code in a thread of its
+// own.
 class PythonDeviceMemory : public DeviceMemory {
  public:
   explicit PythonDeviceMemory(py::object memory) : memory_(std::move(memory)) {}
@@ -85,25 +92,53 @@ class PythonDeviceMemory : public DeviceMemory {
     const py::gil_scoped_acquire gil;
     memory_ = py::object();
   }
+  void use_stream(uintptr_t stream) override { stream_ = stream; }
   void* allocate(int64_t bytes) override {
-    const py::gil_scoped_acquire gil;
-    return address<void>(memory_.attr("allocate")(bytes));
+    void* memory = nullptr;
+    without_signals([&] { memory = address<void>(memory_.attr("allocate")(bytes)); });
+    return memory;
   }
   void* try_allocate(int64_t bytes) override {
-    const py::gil_scoped_acquire gil;
-    return address<void>(memory_.attr("try_allocate")(bytes));
+    void* memory = nullptr;
+    without_signals([&] { memory = address<void>(memory_.attr("try_allocate")(bytes)); });
+    return memory;
   }
   void release(void* memory, uintptr_t stream) noexcept override {
-    const py::gil_scoped_acquire gil;
     try {
-      memory_.attr("release")(reinterpret_cast<uintptr_t>(memory), stream);
+      without_signals([&] { memory_.attr("release")(reinterpret_cast<uintptr_t>(memory), stream); });
     } catch (py::error_already_set& error) {
+      const py::gil_scoped_acquire gil;
       error.discard_as_unraisable("zenflow: DeviceMemory.release");
     }
   }
 
  private:
+  template <class Call>
+  void without_signals(Call&& call) {
+    if (PyGILState_Check() != 0) return call();  // a destructor's: no lock is held
+    std::exception_ptr error = std::make_exception_ptr(std::runtime_error("zenflow: the interpreter is shutting down"));
+    const auto run = [&] {
+      const py::gil_scoped_acquire gil;  // does not return where the interpreter is shutting down
+      try {
+        memory_.attr("use_stream")(stream_);
+        call();
+        error = nullptr;
+      } catch (...) {
+        error = std::current_exception();
+      }
+    };
+    std::thread thread;
+    try {
+      thread = std::thread(run);
+    } catch (const std::system_error&) {
+      run();  // there can be no thread
+    }
+    if (thread.joinable()) thread.join();
+    if (error) std::rethrow_exception(error);
+  }
+
   py::object memory_;
+  uintptr_t stream_ = 0;
 };
 
 size_t add_cuda_device(Engine& engine, int ordinal, py::object memory, int64_t chunk_bytes, int64_t chunks) {

@@ -88,6 +88,9 @@ class Placed:
 
 
 class DeviceMemory(devices.DeviceMemory):
+    def use_stream(self, stream):
+        pass
+
     def allocate(self, size):
         tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
         emulation.adopt(tensor.data_ptr(), size, DEVICE)

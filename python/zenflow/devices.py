@@ -55,6 +55,10 @@ class DeviceMemory:
         self._device = device
         self._tensors = {}  # by address
 
+    def use_stream(self, stream):
+        """Makes a stream, an integer, torch's current one in this thread."""
+        torch.cuda.set_stream(self._stream(stream))
+
     def allocate(self, size):
         """The address of `size` bytes. Raises torch.OutOfMemoryError."""
         tensor = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._device}")
@@ -72,7 +76,12 @@ class DeviceMemory:
         """Gives memory back once what is queued so far on the stream, an integer, and torch's current one has run."""
         tensor = self._tensors.pop(address)
         tensor.record_stream(torch.cuda.current_stream(self._device))
-        tensor.record_stream(torch.cuda.ExternalStream(stream, device=f"cuda:{self._device}"))
+        tensor.record_stream(self._stream(stream))
+
+    def _stream(self, handle):
+        if handle == 0:  # which ExternalStream takes for "any"
+            return torch.cuda.default_stream(self._device)
+        return torch.cuda.ExternalStream(handle, device=f"cuda:{self._device}")
 
     def held(self):
         """Bytes allocated now."""
