@@ -26,6 +26,12 @@ py::dict config_dict() {
                   "threads"_a = cores.threads, "host_memory"_a = available_host_bytes());
 }
 
+// A call may need the GIL, with which Python forks, and a fork waits for calls: so none may be under way by then.
+void before_fork() {
+  PyThreadState* const state = PyEval_SaveThread();
+  hold_calls_for_fork([&] { PyEval_RestoreThread(state); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -33,6 +39,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("config", &config_dict);
   m.def("available_host_bytes", [] { return available_host_bytes(); });
   m.def("host_bytes_held", &HostArray::host_bytes_held);
+  m.def("before_fork", &before_fork);
   m.def("shutdown", &shutdown_all, py::call_guard<py::gil_scoped_release>());
 
   bind_engine(m);

@@ -22,6 +22,8 @@ struct Registry {
   std::mutex* forking = new std::mutex;  // one fork at a time holds members; abandoned in a child
 };
 
+thread_local bool holds_calls = false;  // by hold_calls_for_fork(), until this thread has forked
+
 bool working() {
   return thread_role().in_job || thread_role().in_body;
 }
@@ -53,11 +55,12 @@ void release_pools(Registry& r) {
 }
 
 // Called and left with `list` locked. It is open while we wait, since a job in flight may create and
-// drop pools; what appears meanwhile is held in its turn.
-void hold_members(Registry& r) {
+// drop pools; what appears meanwhile is held in its turn. Members of ranks beyond `last` are left alone.
+void hold_members(Registry& r, ForkMember::Rank last) {
   for (;;) {
-    const auto next =
-        std::find_if(r.members.begin(), r.members.end(), [&](const auto& member) { return !contains(r.held, member); });
+    const auto next = std::find_if(r.members.begin(), r.members.end(), [&](const auto& member) {
+      return member->rank <= last && !contains(r.held, member);
+    });
     if (next == r.members.end()) return;
     const std::shared_ptr<ForkMember> member = *next;
     if (member->rank == ForkMember::Rank::kUpdater) release_pools(r);
@@ -70,9 +73,9 @@ void hold_members(Registry& r) {
 
 void before_fork() {
   Registry& r = registry();
-  if (!working()) r.forking->lock();
+  if (!working() && !holds_calls) r.forking->lock();
   r.list.lock();
-  if (!working()) hold_members(r);
+  if (!working()) hold_members(r, ForkMember::Rank::kPool);
 }
 
 void after_fork_in_parent() {
@@ -82,6 +85,7 @@ void after_fork_in_parent() {
   r.list.unlock();
   for (const auto& member : released) member->release();
   if (!working()) r.forking->unlock();
+  holds_calls = false;
   // Last references may go here; their pools want `list`.
 }
 
@@ -93,6 +97,7 @@ void after_fork_in_child() {
   for (const auto& member : held) {
     if (!contains(r.members, member)) member->abandon();
   }
+  holds_calls = false;
   r.forking = new std::mutex;  // perhaps locked by a thread that is not here
   r.list.unlock();             // locked by this very thread
 }
@@ -136,6 +141,18 @@ CallMutex::~CallMutex() {
 
 std::mutex& CallMutex::mutex() const {
   return *impl_->mutex;
+}
+
+void hold_calls_for_fork(FunctionRef<void()> take_lock) {
+  if (!working()) {
+    Registry& r = registry();
+    r.forking->lock();
+    holds_calls = true;
+    r.list.lock();
+    hold_members(r, ForkMember::Rank::kCall);
+    r.list.unlock();
+  }
+  take_lock();
 }
 
 void shutdown_all() {

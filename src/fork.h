@@ -17,6 +17,8 @@
 #include <string>
 #include <thread>
 
+#include "function_ref.h"
+
 namespace zenflow {
 
 // Something with threads. Held by shared_ptr, as a fork may still hold it while its owner lets go.
@@ -55,6 +57,10 @@ class CallMutex {
   class Impl;
   std::shared_ptr<Impl> impl_;
 };
+
+// For a thread that is about to fork with a lock that calls need: waits until no call is under way, then runs
+// `take_lock`; no call begins before the fork is done. The thread must fork next, and call nothing of ours before.
+void hold_calls_for_fork(FunctionRef<void()> take_lock);
 
 // For the interpreter's exit: drains and joins every updater and pool. Later use starts their
 // threads again. Throws std::logic_error inside a job or a body, which would join itself.

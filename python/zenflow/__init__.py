@@ -6,6 +6,7 @@ found. torch is imported at the optimizer's first use, so that `python -m zenflo
 """
 
 import atexit
+import os
 
 from zenflow import _C
 from zenflow._C import __version__
@@ -15,6 +16,7 @@ __all__ = ["Config", "ZenFlowOptimizer", "__version__", "config"]
 
 # Host threads finish and join while the interpreter still stands.
 atexit.register(_C.shutdown)
+os.register_at_fork(before=_C.before_fork)
 
 
 def __getattr__(name):
