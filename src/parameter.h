@@ -198,7 +198,6 @@ class Parameter {
   void prepare_staging(DType gradient, std::optional<std::vector<int32_t>> selection, bool measured,
                        std::optional<double> squared_norm);
   StagedPlaces staged_places();
-  char* staged_selected();  // host memory for the selected columns
   void staged_on_device() { staged_.present = true; }
   const StagedGradient& staged() const { return staged_; }
   void stage(const TensorView& gradient);
@@ -255,6 +254,7 @@ class Parameter {
   static void swap_places(const ColumnSwap& swap, std::vector<int32_t>& block_columns,
                           std::vector<int32_t>& slot_columns);
   void foresee_layout(StagedGradient& staged) const;
+  char* staged_selected();  // host memory for the selected columns
   std::vector<int32_t> columns_without(const std::vector<int32_t>& selection) const;
   HostArrays make_host_arrays(int64_t slots) const;
   void repartition(const TensorView& weight, const std::vector<int32_t>& selection);

@@ -10,7 +10,7 @@ class Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx, p, g):
         ctx.g = g
-        return torch.zeros(())
+        return torch.zeros((), device=p.device)
 
     @staticmethod
     def backward(ctx, _):

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from backward import backward_of
 from compare import assert_all_same, assert_same_state
 from reference import ReferenceZenFlow
 from small_model import LENGTH, WORDS, Shared, small_model
 from strategies import BF16, DTYPES, FP16, FP32, runs
-from training import Pair, backward_of, moved, moved_parameters, on_cpu
+from training import Pair, moved, moved_parameters, on_cpu
 from zenflow import ZenFlowOptimizer
 
 MODES = pytest.mark.parametrize("hooks", [False, True], ids=["default", "offload_gradients"])
@@ -58,7 +59,7 @@ def test_any_run_equals_the_reference(device, hooks, run):
         gradients = [None if p.grad is None else moved(p.grad, device) for p in theirs]
         optimizer.zero_grad()
         if hooks:
-            backward_of(ours, gradients)
+            backward_of(zip(ours, gradients, strict=True))
         else:
             for p, g in zip(ours, gradients, strict=True):
                 p.grad = g
@@ -250,7 +251,7 @@ def test_a_grad_scaler_changes_no_bit_and_skips_steps(device):
         scaler.update()
         pair.optimizer.zero_grad()
         if not overflows:
-            backward_of(pair.theirs, gradients)
+            backward_of(zip(pair.theirs, gradients, strict=True))
             pair.twin.step()
             pair.twin.zero_grad()
         pair.done += 1

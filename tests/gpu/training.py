@@ -4,6 +4,7 @@
 import torch
 from torch import nn
 
+from backward import backward_of
 from compare import assert_all_same, assert_same_saved
 from strategies import FP32, MIXED_GRADIENTS, laid_out
 from zenflow import ZenFlowOptimizer
@@ -37,26 +38,6 @@ def moved_parameters(parameters, device):
 def on_cpu(tensors):
     """On the current stream, at once: what it shows is what the next operation of a user would see."""
     return [tensor.detach().cpu() for tensor in tensors]
-
-
-class Give(torch.autograd.Function):
-    """A scalar whose backward gives p the gradient g, in g's dtype and layout."""
-
-    @staticmethod
-    def forward(ctx, p, g):
-        ctx.g = g
-        return torch.zeros((), device=p.device)
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.g.clone(), None
-
-
-def backward_of(parameters, gradients):
-    """Gives each parameter its gradient, in one backward pass."""
-    losses = [Give.apply(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    if losses:
-        sum(losses).backward()
 
 
 class Pair:
@@ -96,8 +77,8 @@ class Pair:
     def backward(self, micro_batch=0):
         """One backward pass on both sides; adds to what is in p.grad."""
         gradients = self.gradients(micro_batch)
-        backward_of(self.ours, [moved(g, p.device) for p, g in zip(self.ours, gradients, strict=True)])
-        backward_of(self.theirs, gradients)
+        backward_of((p, moved(g, p.device)) for p, g in zip(self.ours, gradients, strict=True))
+        backward_of(zip(self.theirs, gradients, strict=True))
 
     def step(self, after_backward=lambda: None, after_step=lambda: None):
         """One step of both, with calls on the device's side around it."""
