@@ -75,7 +75,7 @@ class CudaDevice : public Device, private PageLocker {
     double norm;
     float coefficient;
   };
-  // The host's copy of a block while on_host() runs.
+  // The host's copy of a block, or of columns of it, while the host works on them.
   class HostBlock;
 
   void* lock(void* data, int64_t bytes) override;

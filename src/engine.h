@@ -140,7 +140,6 @@ class Engine {
   void publish(std::span<const Operand> operands);
   void publish_in_flight(std::span<const Operand> operands);
   void settle(std::span<const Operand> operands);
-  void adopt(std::span<const Operand> operands);
   void on_host(std::span<const Operand> operands, FunctionRef<void(Parameter&, const TensorView&)> work);
   void keep_norm(double norm);
   Counters totals() const;
