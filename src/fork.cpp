@@ -80,13 +80,18 @@ void before_fork() {
 
 void after_fork_in_parent() {
   Registry& r = registry();
-  Members released;
-  if (!working()) released.swap(r.held);
-  r.list.unlock();
-  for (const auto& member : released) member->release();
-  if (!working()) r.forking->unlock();
   holds_calls = false;
-  // Last references may go here; their pools want `list`.
+  if (working()) {
+    r.list.unlock();
+    return;
+  }
+  {
+    Members released;  // last references may go with it; their pools want `list`
+    released.swap(r.held);
+    r.list.unlock();
+    for (const auto& member : released) member->release();
+  }
+  r.forking->unlock();
 }
 
 void after_fork_in_child() {

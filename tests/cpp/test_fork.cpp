@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// fork() with work in flight. Not under TSan, whose runtime aborts when a forked child makes threads.
+// fork() with work in flight. Not under TSan, whose runtime aborts when a forked child makes threads. ASan's allocator,
+// unlike glibc's, knows nothing of fork: a child hangs if it was forked while another thread allocated. So here threads
+// that run beside a fork have begun before it, and do not end until it is done.
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <barrier>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -110,8 +113,13 @@ TEST(fork_with_work_in_flight) {
 TEST(fork_from_another_thread_than_the_user) {
   Machine machine;
   std::atomic<bool> stop{false};
+  Event begun;
   std::thread user([&] {
     std::vector<int> own(kCount);
+    add_one(machine.pool, own);  // starts its threads
+    machine.submit(1);
+    machine.updater->wait_all();
+    begun.set();
     while (!stop) {
       machine.submit(3);
       add_one(machine.pool, own);
@@ -120,6 +128,7 @@ TEST(fork_from_another_thread_than_the_user) {
   });
   std::atomic<int> status{0};
   std::thread forker([&] {
+    begun.wait();
     for (int round = 0; round < 20; ++round) {
       status = status | status_of_fork([&] { return machine.works_after(machine.values[0]); });
     }
@@ -136,7 +145,9 @@ TEST(fork_waits_for_calls_under_way) {
   std::vector<int> values(kCount);
   int begun = 0, ended = 0;
   std::atomic<bool> stop{false};
+  Event running;
   std::thread caller([&] {
+    running.set();
     while (!stop) {
       const std::lock_guard lock(calls.mutex());
       ++begun;
@@ -144,6 +155,7 @@ TEST(fork_waits_for_calls_under_way) {
       ++ended;
     }
   });
+  running.wait();
   int status = 0;
   for (int round = 0; round < 50; ++round) {
     status |= status_of_fork([&] {
@@ -160,12 +172,16 @@ TEST(forks_from_two_threads_at_once) {
   Machine machine;
   machine.submit(50);
   std::atomic<int> status{0};
+  std::barrier both(2);
   std::vector<std::thread> forkers;
+  forkers.reserve(2);
   for (int i = 0; i < 2; ++i) {
     forkers.emplace_back([&] {
+      both.arrive_and_wait();
       for (int round = 0; round < 10; ++round) {
         status = status | status_of_fork([&] { return machine.works_after(50); });
       }
+      both.arrive_and_wait();
     });
   }
   for (std::thread& forker : forkers) forker.join();
