@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin: `-p emulated_gpu` gives every parameter to the emulated CUDA device (tests/cuda_emulation).
 
-CPU tensors stand for a GPU's: zenflow.devices is replaced, and while the engine is called the memory of weights and
-gradients is the emulated device's alone. After a call the caller's stream is waited for, as torch's next operation on
-it would; the copies to and from the host run on. Needs a zenflow that was built on the emulated device.
+CPU tensors stand for a GPU's, but for those that move() took away: zenflow.devices is replaced, and while the engine is
+called the memory of weights and gradients is the emulated device's alone. After a call the caller's stream is waited
+for, as torch's next operation on it would; the copies to and from the host run on. Needs a zenflow that was built on
+the emulated device.
 """
 
 import os
@@ -25,11 +26,14 @@ class Engine(_C.Engine):
     def __init__(self, **settings):
         super().__init__(**settings)
         self.tensors = {}  # by parameter: (elements, item size)
+        self.on_host = set()  # parameters
         self.gradient_items = {}  # by parameter: the item size of its gradient
 
     def add(self, sizes, dtype, split, step_count, device):
         index = super().add(sizes, dtype, split, step_count, device)
         self.tensors[index] = (torch.Size(sizes).numel(), ITEM_SIZES[dtype])
+        if device == 0:
+            self.on_host.add(index)
         return index
 
     def commit(self, rows, *plan):
@@ -40,7 +44,8 @@ class Engine(_C.Engine):
         on_device(self, [row], lambda: super(Engine, self).stage(row, *plan))
 
     def unstage(self, index, address):
-        with Placed([(address, self.tensors[index][0] * self.gradient_items[index])]):
+        size = self.tensors[index][0] * self.gradient_items[index]
+        with Placed([] if index in self.on_host else [(address, size)]):
             super().unstage(index, address)
 
     def publish_early(self, row):
@@ -65,6 +70,8 @@ class Engine(_C.Engine):
 def on_device(engine, rows, call):
     pieces = []
     for index, address, _, _, gradient, dtype, *_ in rows:
+        if index in engine.on_host:
+            continue
         count, item = engine.tensors[index]
         pieces += [(address, count * item), (gradient, count * ITEM_SIZES[max(dtype, 0)])]
     with Placed(pieces):
@@ -105,7 +112,7 @@ class DeviceMemory(devices.DeviceMemory):
 
 def empty(shape, device):
     tensor = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if tensor.numel():
+    if tensor.numel() and device is not None:
         emulation.adopt(tensor.data_ptr(), tensor.nbytes, device)
         weakref.finalize(tensor, reuse, tensor.data_ptr())
     return tensor
@@ -117,8 +124,14 @@ def reuse(address):
     emulation.disown(address)
 
 
+def move(p, *, to_host):
+    """What model.to(device) does to a parameter."""
+    p.data = p.data.clone()
+    p.is_on_host = to_host
+
+
 _C.Engine = Engine
 devices.DeviceMemory = DeviceMemory
-devices.device_of = lambda tensor: DEVICE
+devices.device_of = lambda tensor: None if getattr(tensor, "is_on_host", False) else DEVICE
 devices.empty = empty
 devices.current_stream = lambda device: stream

@@ -438,13 +438,17 @@ class ZenFlowOptimizer(Optimizer):
 
     @torch.no_grad()
     def _follow_changes(self):
-        """Catches up with what changed between calls: a model moved to another dtype, a checkpoint's other schedule."""
+        """Catches up with what changed between calls: a model moved to another device or dtype, a checkpoint's other
+        schedule."""
         if self._store is None:
             return
         if self._offload:
             self._offload.follow_changes()
-        self._store.follow_dtypes()
-        if self._owes_training and not self._shows_settled:
+        moved = self._store.follow_moves(self._owes_training)
+        if self._shows_settled:
+            if moved:
+                self._store.write_weights(_C.Engine.show_settled)
+        elif self._owes_training:
             self._store.write_weights(_C.Engine.show_training)
             self._owes_training = False
         if self._outdated:

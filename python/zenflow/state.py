@@ -100,20 +100,27 @@ def saved_dtype(state, p):
     return dtype if dtype in DTYPE_CODES else p.dtype
 
 
-def follow_dtype(state, p):
-    """A canonical state for p's new dtype. What only rounding changed is no edit: it keeps its fp32 master."""
-    state = dict(state)
+def follow_move(state, p, shows_settled):
+    """A canonical state for p, which has moved to another device or dtype, with the user's edits taken over.
+
+    What only rounding changed is no edit: it keeps its fp32 master. Where p may show settled masters, it gets its
+    training weights back.
+    """
+    state, live = dict(state), p.detach().cpu()
+    settled = state["master"].to(state["last_written"].dtype).to(p.dtype)
     for name in ("last_written", "pending_output"):
         state[name] = state[name].to(p.dtype)
-    # Selected columns hold what their masters round to; where p is no edit it is made to.
-    live = p.detach().cpu()
-    unedited = same_bits(live, state["last_written"])
-    settled = selected_elements(state, p) & unedited
-    rounded = state["master"].to(p.dtype)
-    with torch.no_grad():
-        p.copy_(torch.where(settled, rounded, live))
+    edited = ~same_bits(live, state["last_written"])
+    if shows_settled:
+        edited &= ~same_bits(live, settled)
+    # Selected columns hold what their masters round to, in any dtype.
     for name in ("last_written", "pending_output"):
-        state[name] = torch.where(settled, rounded, state[name])
+        state[name] = torch.where(selected_elements(state, p), state["master"].to(p.dtype), state[name])
+        state[name] = torch.where(edited, live, state[name])
+    state["master"] = torch.where(edited, live.float(), state["master"])
+    if not same_bits(live, state["last_written"]).all():
+        with torch.no_grad():
+            p.copy_(state["last_written"])
     return state
 
 

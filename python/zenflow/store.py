@@ -145,19 +145,21 @@ class Store:
         self.engine.set_clock(*clock)
 
     @torch.no_grad()
-    def follow_dtypes(self):
-        """Gives parameters that the user moved to another dtype a state for it."""
-        moved = [
-            p
-            for p, r in self.records.items()
-            if r.dtype is not p.dtype and r.shape == p.shape and devices.device_of(p) == r.device
-        ]
+    def follow_moves(self, shows_settled):
+        """Gives parameters that the user moved to another device or dtype a state for it.
+
+        If the weights may be the settled ones, moved ones get their training weights back, but for edits. Returns
+        whether there were any.
+        """
+        moved = [p for p, r in self.records.items() if p.shape == r.shape and not p.is_meta and not r.is_for(p)]
+        for p in moved:
+            check_parameter(p, parameter_name(self._groups, p))
         if moved:
             self.use_current_streams()
         for p in moved:
-            check_parameter(p, parameter_name(self._groups, p))
             old = self.records[p]
-            state = canonical.follow_dtype(canonical.export_parameter(self.engine, old, self.mean), p)
+            state = canonical.export_parameter(self.engine, old, self.mean)
+            state = canonical.follow_move(state, p, shows_settled)
             kept = {
                 "has_selection": self.engine.has_selection(old.index),
                 "in_flight": self.engine.in_flight(old.index),
@@ -166,13 +168,14 @@ class Store:
             self._import(p, record, state, int(state["selected"].sum()), **kept)
             self._keep(p, record)
             self.engine.discard(old.index)
+        return bool(moved)
 
     def _keep(self, p, record):
         self.state[p] = {"step": record.step}
         self.records[p] = record  # last: what an interrupt leaves without a record gets a new one
 
     def _make_record(self, p, split, dtype=None):
-        """For p, or for a state of it from when it had another dtype: follow_dtypes() brings that up to date."""
+        """For p, or for a state of it from when it had another dtype: follow_moves() brings that up to date."""
         dtype = dtype or p.dtype
         step = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # the engine counts in it
         device = self._engine_device(devices.device_of(p))

@@ -74,7 +74,7 @@ def parameter_name(groups, parameter):
 
 
 def check_weight(p, record, groups):
-    """Raises if p is no longer the tensor that its state was made for; dtypes are followed before."""
+    """Raises if p is no longer the tensor that its state was made for; moves are followed before."""
     if not record.is_for(p):
         raise RuntimeError(
             f"{parameter_name(groups, p)} had shape {tuple(record.shape)} and {record.dtype} on "
@@ -176,7 +176,12 @@ class Record:
 
     def is_for(self, p):
         """Whether p is still what its state was made for."""
-        return p.shape == self.shape and p.dtype is self.dtype and devices.device_of(p) == self.device
+        return (
+            p.shape == self.shape
+            and p.dtype is self.dtype
+            and (p.is_cpu or p.is_cuda)
+            and devices.device_of(p) == self.device
+        )
 
     def weight_row(self, p):
         """(index, address, strides, suspect): suspect if version or storage changed since remember()."""
