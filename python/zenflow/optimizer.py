@@ -10,11 +10,12 @@ import collections
 import contextlib
 import copy
 import inspect
+import warnings
 
 import torch
 from torch.optim import Optimizer
 
-from zenflow import _C, devices
+from zenflow import _C, deepspeed_config, devices
 from zenflow import state as canonical
 from zenflow.offload import GradientOffload
 from zenflow.offloaded_gradient import OffloadedGradient
@@ -138,6 +139,25 @@ class ZenFlowOptimizer(Optimizer):
         check_group(defaults)
         self._clear()
         super().__init__(params, defaults)
+
+    @classmethod
+    def from_deepspeed_config(cls, params, config, **overrides):
+        """The optimizer that a DeepSpeed configuration describes, with the published rule (docs/from-deepspeed.md).
+
+        Args:
+            params: as for ZenFlowOptimizer.
+            config: the configuration as a dict, or the path of a JSON file.
+            overrides: settings of ZenFlowOptimizer that win over the configuration.
+
+        Raises:
+            ValueError: a key asks for what ZenFlow does not do, or is "auto" where only you know the number.
+
+        One warning names what is not used.
+        """
+        settings, text = deepspeed_config.read(config, overrides)
+        if text:
+            warnings.warn(text, stacklevel=2)
+        return cls(params, **settings)
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
