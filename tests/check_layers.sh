@@ -33,4 +33,9 @@ forbid "cuda/ headers that the bindings see need no CUDA header" "cuda_|cuda\.h|
 # A standard-library template or inline function compiled here could be the one that the linker keeps for everybody.
 forbid "files compiled per instruction set include intrinsics and the project's own headers alone" \
   "[a-hj-z]+>|i[a-ln-z][a-z]*>" "${per_isa[@]}"
+if grep -nE "^[[:space:]]*(import|from)[[:space:]]+(transformers|accelerate|lightning|peft|zenflow\.integrations)\b" python/zenflow/*.py \
+  /dev/null; then
+  echo "layers: frameworks are imported by python/zenflow/integrations alone, and that by users alone" >&2
+  broken=1
+fi
 exit $broken

@@ -254,11 +254,13 @@ def test_layers():
         ("cuda/stream.h", "#include <cuda_runtime.h>"),
         ("src/kernels_avx2.cpp", "#  include <vector>"),
         ("src/bindings.cpp", "#include <ATen/ATen.h>"),
+        ("python/zenflow/state.py", "    from transformers import Trainer"),
+        ("python/zenflow/__init__.py", "from zenflow.integrations.lightning import ZenFlowCallback"),
     ],
 )
 def test_layer_check_finds(path, line, tmp_path):
-    for folder in ("src", "cuda"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for folder in ("src", "cuda", "python"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
     with open(tmp_path / path, "a") as file:
         file.write(f"\n{line}\n")
     done = run(ROOT / "tests" / "check_layers.sh", tmp_path, check=False)
