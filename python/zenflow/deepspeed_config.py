@@ -67,14 +67,14 @@ def _read_optimizer(root, settings, notes):
         raise ValueError(f'{block.path("type")} must be "AdamW" or "Adam", got {name!r}: ZenFlow has no other rule')
     params = block.block("params")
     # DeepSpeed's "Adam" is AdamW unless told otherwise, its "AdamW" always.
-    if not params.take("adam_w_mode", True) and name.lower() == "adam":
+    if not _take_flag(params, "adam_w_mode", True) and name.lower() == "adam":
         raise ValueError(
             f"{params.path('adam_w_mode')} is false: ZenFlow decouples weight decay, as AdamW does. Set it to true, or "
             "train with torch.optim.Adam"
         )
-    if not params.take("bias_correction", True):
+    if not _take_flag(params, "bias_correction", True):
         raise ValueError(f"{params.path('bias_correction')} is false: ZenFlow always corrects the moments' bias")
-    if params.take("amsgrad", False):
+    if _take_flag(params, "amsgrad", False):
         raise ValueError(f"{params.path('amsgrad')} is true: ZenFlow has no AMSGrad; use torch.optim.AdamW for it")
     if "max_grad_norm" in params:
         raise ValueError(f"{params.path('max_grad_norm')}: write gradient_clipping instead, as DeepSpeed demands too")
@@ -146,10 +146,7 @@ def _read_zenflow(block, settings, notes):
     interval = settings["update_interval"]
     if is_auto(interval):
         settings.setdefault("auto_ratio", block.take("auto_ratio", 0.99, auto_is_absent=True))
-    overlap = block.take("overlap_step", False, auto_is_absent=True)
-    if not isinstance(overlap, bool):
-        raise ValueError(f"{block.path('overlap_step')} must be true or false, got {overlap!r}")
-    if not overlap:
+    if not _take_flag(block, "overlap_step", False):
         settings.setdefault("update_delay", 0)
     elif is_auto(interval):
         settings.setdefault("update_delay", 1)
@@ -197,6 +194,13 @@ def _read_selection(block, settings, notes):
             f"columns are selected every {settings['select_interval']} steps instead of {every}: when a window of "
             f"{interval} steps starts"
         )
+
+
+def _take_flag(block, key, default):
+    value = block.take(key, default, auto_is_absent=True)
+    if not isinstance(value, bool):
+        raise ValueError(f"{block.path(key)} must be true or false, got {value!r}")
+    return value
 
 
 def _take_number(block, key, name, settings):
