@@ -15,34 +15,12 @@ from torch import nn
 
 from compare import assert_all_same, assert_same, assert_same_saved, assert_same_state, saved_state
 from reference import ReferenceZenFlow
+from small_parameters import random_gradient, random_parameter, train, zenflow_of
 from strategies import BF16, FP16, FP32, MIXED_GRADIENTS, ParameterSpec, Run, StepSpec
 from zenflow import ZenFlowOptimizer
 
 # every update moves by lr * sign(gradient), exactly
 SIGN = {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
-
-
-def zenflow_of(*parameters, optimizer_class=ZenFlowOptimizer, **settings):
-    """On small parameters, which are split, and one thread unless told otherwise."""
-    return optimizer_class(list(parameters), **{"min_offload_numel": 0, "num_threads": 1, **settings})
-
-
-def random_parameter(*shape, dtype=FP32, seed=0):
-    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
-
-
-def random_gradient(p, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def train(optimizer, steps, start=0):
-    """Steps with gradients that depend on the step's number alone."""
-    for step in range(start, start + steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = random_gradient(p, step)
-        optimizer.step()
 
 
 def step_with(optimizer, p, gradient):

@@ -204,7 +204,7 @@ class ZenFlowOptimizer(Optimizer):
                 "only, and call step() outside"
             )
 
-        parameters = self._validated_parameters()
+        parameters = self._validated_gradients()
         if self._settings.skip_nonfinite and not self._all_finite(parameters):
             self._skipped_steps += 1
             if self._offload:
@@ -212,6 +212,7 @@ class ZenFlowOptimizer(Optimizer):
             return loss
         self._follow_changes()
         self._make_room(parameters)
+        parameters += self._without_gradient(parameters)
         plan = self._settings.plan(self._store.engine.clock)
         if self._offload:
             parameters = self._offload.fit(parameters, plan, self._store)
@@ -221,26 +222,30 @@ class ZenFlowOptimizer(Optimizer):
             self._offload.taken()
         return loss
 
-    def _validated_parameters(self):
-        """(p, index of its group, gradient) of all that have state or a gradient, each once; raises before anything
-        changes."""
-        known = self._store.records if self._store else {}
+    def _validated_gradients(self):
+        """(p, index of its group, gradient) of all that have one, each once; raises before anything changes."""
         parameters = {}
         for index, group in enumerate(self.param_groups):
             check_layout(group)
             for p in group["params"]:
                 gradient = self._offload.gradient_of(p) if self._offload else p.grad
                 if gradient is None:
-                    if p in known:
-                        parameters[p] = index, None
                     continue
                 if not is_plain(p, gradient):
                     check_step(p, gradient, self._name(p))
                 parameters[p] = index, gradient
         return [(p, index, gradient) for p, (index, gradient) in parameters.items()]
 
+    def _without_gradient(self, parameters):
+        """As _validated_gradients(), for all others that have state; also for those that no group holds at present:
+        their windows end too."""
+        if len(parameters) == len(self._store.records):
+            return []
+        with_gradient = {p for p, _, _ in parameters}
+        return [(p, 0, None) for p in self._store.records if p not in with_gradient]
+
     def _all_finite(self, parameters):
-        gradients = [gradient for _, _, gradient in parameters if gradient is not None]
+        gradients = [gradient for _, _, gradient in parameters]
         return self._offload.all_finite(gradients, self._store) if self._offload else all_finite(gradients)
 
     def _make_room(self, parameters):
@@ -458,10 +463,11 @@ class ZenFlowOptimizer(Optimizer):
 
     @torch.no_grad()
     def _follow_changes(self):
-        """Catches up with what changed between calls: a model moved to another device or dtype, a checkpoint's other
-        schedule."""
+        """Catches up with what changed between calls: state that the user deleted, a model moved to another device or
+        dtype, a checkpoint's other schedule."""
         if self._store is None:
             return
+        deleted = self._look_for_lost_state()
         if self._offload:
             self._offload.follow_changes()
         moved = self._store.follow_moves(self._owes_training)
@@ -471,12 +477,42 @@ class ZenFlowOptimizer(Optimizer):
         elif self._owes_training:
             self._store.write_weights(_C.Engine.show_training)
             self._owes_training = False
+        if deleted and not self._shows_settled:
+            self._begin_anew(deleted)
         if self._outdated:
             self._store.write_weights(_C.Engine.flush)
             states, clock = self._store.export_states(), (self._store.engine.clock[0], 0, 0, 0)
             layout = self._layout(states)
             store = self._filled_store(self._settings, states, layout, clock, self.param_groups, keep_selection=False)
             self._take_over(store, self.param_groups, outdated=False)
+
+    def _look_for_lost_state(self):
+        """Parameters whose state the user deleted from `state`. Drops the state of tensors that no group holds any more
+        and that were freed."""
+        store, state = self._store, self.state
+        store.state = state  # the user may have put another in its place
+        suspects = {
+            p: record
+            for p, record in store.records.items()
+            if state.get(p, {}).get("step") is not record.step or p.shape != record.shape
+        }
+        if not suspects:
+            return ()
+        held = {p for group in self.param_groups for p in group["params"]}
+        freed = {p for p, record in suspects.items() if p not in held and p.shape != record.shape}
+        store.drop(freed)
+        deleted = {p for p in suspects if p not in freed and not state.get(p)}
+        for p in suspects.keys() - freed - deleted:
+            state[p]["step"] = suspects[p].step  # the user moved it; the engine counts in ours
+        return deleted
+
+    def _begin_anew(self, deleted):
+        """As AdamW does without state; first the open window closes as by flush(), so that no gradient is lost."""
+        if self._offload:
+            self._offload.bring_back(lambda p, _: p not in deleted)
+        if any(p in deleted for group in self.param_groups for p in group["params"]):
+            self._store.write_weights(_C.Engine.flush)
+        self._store.drop(deleted)
 
     @staticmethod
     def _filled_store(settings, states, layout, clock, groups, *, keep_selection):

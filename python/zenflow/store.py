@@ -71,6 +71,13 @@ class Store:
             record = self._prepared.pop(p, None)
             self._keep(p, record if record and record.is_for(p) else self._make_record(p, split))
 
+    def drop(self, parameters):
+        """Frees the state of these parameters; what they owe is lost."""
+        for p in parameters:
+            record = self.records.pop(p)
+            self.state.pop(p, None)
+            self.engine.discard(record.index)
+
     def prepare(self, p, split, topk_ratio):
         """p's record; a new one, for a gradient that no step has taken yet, is none of the optimizer's state."""
         record = self.record_of(p)
