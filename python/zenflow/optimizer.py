@@ -37,6 +37,9 @@ from zenflow.tensors import (
     strides_of,
 )
 
+# What torch's own state_dict() works on.
+_SWAPPED = ("state", "param_groups", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+
 
 class ZenFlowOptimizer(Optimizer):
     """AdamW that updates the gradient columns that matter at every step, and the rest on the host in the background.
@@ -378,12 +381,15 @@ class ZenFlowOptimizer(Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():  # first: it may flush()
             hook(self)
         states, groups = self._canonical_state()
-        live = self.state, self.param_groups, self._optimizer_state_dict_pre_hooks
-        self.state, self.param_groups, self._optimizer_state_dict_pre_hooks = states, groups, {}
+        live = {name: self.__dict__[name] for name in _SWAPPED}
+        self.__dict__.update(zip(_SWAPPED, (states, groups, {}, {}), strict=True))
         try:
-            return super().state_dict()
+            state_dict = super().state_dict()
         finally:
-            self.state, self.param_groups, self._optimizer_state_dict_pre_hooks = live
+            self.__dict__.update(live)
+        for hook in self._optimizer_state_dict_post_hooks.values():  # last: it sees the live state
+            state_dict = hook(self, state_dict) or state_dict
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
