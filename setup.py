@@ -21,7 +21,7 @@ class CMakeBuild(build_ext):
         path = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
         cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
         if cmake is None:
-            raise SystemExit("zenflow needs cmake 3.24 or newer to build; install it with: pip install cmake")
+            raise SystemExit("zenflow needs cmake 3.25 or newer to build; install it with: pip install cmake")
         # Not build_temp, which is new for each editable install: builds here are incremental. The folder outlives
         # pip's isolated environments, so what lies in them is named anew each time.
         kind = f"{sys.implementation.cache_tag}-{self.plat_name}-{'ninja' if ninja else 'make'}"

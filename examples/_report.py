@@ -111,6 +111,8 @@ def plot(runs, title, path):
         axes.plot(steps, smooth(run.training_loss), color=colour, label=f"{name}, training (mean of 8 steps)")
         axes.plot(*zip(*run.validation_loss, strict=True), "o--", color=colour, label=f"{name}, validation")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
+    axes.xaxis.get_major_locator().set_params(integer=True)  # there is no half a step
+    axes.ticklabel_format(useOffset=False)  # losses, not what is added to one
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

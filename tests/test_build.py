@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -133,6 +134,31 @@ def test_other_python(version, tmp_path):
         pytest.skip(f"no python{version} that runs and can make environments")
     python = install_in_new_environment(other, fresh_source(tmp_path / "source"), tmp_path)
     assert_reports_what_is_missing(python, tmp_path)
+
+
+@pytest.mark.parametrize("option", [[], ["--help"], ["--version"]])
+def test_a_reader_that_leaves_early_sees_no_traceback(option):
+    """As in `python -m zenflow | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = run(
+            sys.executable, "-m", "zenflow", *option, stdout=writer, stderr=subprocess.PIPE, capture_output=False
+        )
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+
+
+def test_every_place_asks_for_the_same_cmake():
+    (wanted,) = re.findall(r'"cmake>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (told,) = re.findall(r"needs cmake ([\d.]+) or newer", (ROOT / "setup.py").read_text(encoding="utf-8"))
+    files = [ROOT / "CMakeLists.txt", *(ROOT / "tests").glob("*/CMakeLists.txt")]
+    required = [
+        re.findall(r"cmake_minimum_required\(VERSION ([\d.]+?)\.\.\.", path.read_text(encoding="utf-8"))
+        for path in files
+    ]
+    assert [told, *(version for (version,) in required)] == [wanted] * 4
 
 
 def configure(tmp_path, *definitions, check=True, **environment):

@@ -6,10 +6,12 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,6 +22,9 @@ transformers = pytest.importorskip("transformers", reason="the examples need tra
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
+import matplotlib  # noqa: E402
+
+import _report  # noqa: E402
 import finetune  # noqa: E402
 import prepare_model  # noqa: E402
 from _files import whole_folder  # noqa: E402
@@ -249,6 +254,31 @@ def test_folder_without_a_model(text, tmp_path):
 def test_unusable_options(model, text, tmp_path, options, says):
     common = ["--optimizer", "adamw", "--model", model, "--data", text, "--output", tmp_path / "out"]
     one_line(run(*common, *options), says)
+
+
+@needs_zenflow
+def test_help_says_what_every_option_does():
+    done = run("--help")
+    assert done.returncode == 0, done.stderr
+    _, *options = re.split(r"^  (?=--)", done.stdout.partition("what to train:")[2], flags=re.MULTILINE)
+    assert len(options) > 25
+    for option in options:
+        name, *words = re.sub(r"\(.*?\)", "", option).split()
+        described = [word for word in words if not re.fullmatch(r"[A-Z0-9_]+|\{.*\}|\w+:", word)]
+        assert len(described) >= 2 and "see ZenFlowOptimizer" not in option, f"{name}: {option}"
+
+
+def test_the_plots_axes_count_whole_steps_and_show_whole_losses(tmp_path):
+    losses = [2.7701, 2.7702, 2.77015]
+    tested = _report.Run("adamw", 1, 4, training_loss=losses, validation_loss=[(0, 2.77005), (3, 2.7701)])
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        _report.plot([tested], "title", tmp_path / "loss.svg")
+    texts = [
+        element.text for element in ElementTree.parse(tmp_path / "loss.svg").iter() if element.tag.endswith("text")
+    ]
+    steps, losses = texts[: texts.index("step")], texts[texts.index("step") + 1 : texts.index("loss (nats per token)")]
+    assert len(steps) > 2 and all(label.isdecimal() for label in steps)
+    assert len(losses) > 2 and all(label.startswith("2.77") for label in losses)
 
 
 @needs_zenflow

@@ -2,6 +2,7 @@
 """`python -m zenflow`: prints what was built and found here, and what is missing. Needs no torch."""
 
 import argparse
+import os
 import sys
 
 import zenflow
@@ -19,5 +20,16 @@ def main(arguments=None):
     return 0
 
 
+def run():
+    try:
+        try:
+            return main()
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:  # who reads has read enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there at exit
+        return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())
