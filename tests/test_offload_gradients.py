@@ -548,6 +548,25 @@ def test_an_applied_gradient_is_refused_rather_than_applied_again():
     assert optimizer.state[p]["step"] == 2
 
 
+@pytest.mark.parametrize("move", [BF16, "cpu", "meta"])
+def test_a_model_may_move_while_its_gradients_are_applied(move):
+    """As some frameworks do at the end of a training. There is still nothing to be seen of them."""
+    model = nn.Linear(12, 8)
+    optimizer = offloading(model.parameters())
+    give_random(list(model.parameters()), 0)
+    optimizer.step()
+    model.to(move)
+    p = model.weight
+    assert type(p.grad) is OffloadedGradient and (p.grad.dtype, p.grad.device) == (p.dtype, p.device)
+    with pytest.raises(RuntimeError, match=r"look at it before step\(\)"):
+        p.grad.norm()
+    if move != "meta":
+        optimizer.zero_grad()
+        give_random(list(model.parameters()), 1)
+        optimizer.step()
+        assert optimizer.state[p]["step"] == 2
+
+
 def test_a_gradient_with_a_graph_stays():
     [p] = random_parameters()
     optimizer = offloading([p])

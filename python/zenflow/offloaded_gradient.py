@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_MOVE = torch.ops.aten._to_copy.default
 
 
 class Staged:
@@ -53,6 +54,9 @@ class OffloadedGradient(torch.Tensor):
     def is_staged(self):
         return self.held is None and self.staged.is_there()
 
+    def is_applied(self):
+        return self.held is None and not self.staged.is_there()
+
     def bring_back(self):
         """The gradient as a real tensor, whose changes count.
 
@@ -60,7 +64,7 @@ class OffloadedGradient(torch.Tensor):
             RuntimeError: a step has applied it, and its memory is in use again.
         """
         if self.held is None:
-            if not self.staged.is_there():
+            if self.is_applied():
                 raise RuntimeError(
                     "this gradient left during backward (offload_gradients=True) and step() has applied it: look at it "
                     "before step(), and call zero_grad() before the next backward"
@@ -98,6 +102,10 @@ class OffloadedGradient(torch.Tensor):
             self.staged.store.engine.discard_staged(self.staged.index)
         self.staged.forget()
 
+    def _moved(self, dtype=None, device=None, **_):
+        like = torch.empty((), dtype=dtype or self.dtype, device=device or self.device)
+        return OffloadedGradient(like.expand(self.shape), self.staged)
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is _UNSCALE:
@@ -107,6 +115,8 @@ class OffloadedGradient(torch.Tensor):
             )
         if func is torch.ops.aten.zero_.default:
             return args[0]._zero()
+        if func is _MOVE and args[0].is_applied():  # with its model, which is free to move; still nothing to see
+            return args[0]._moved(**kwargs)
         standing = {}
 
         def real(value):
@@ -126,10 +136,14 @@ class OffloadedGradient(torch.Tensor):
 
     @data.setter
     def data(self, value):  # as model.to(dtype) does
-        held = value.bring_back() if isinstance(value, OffloadedGradient) else value
+        if value is self:
+            return
+        held = value
+        if isinstance(value, OffloadedGradient):
+            held = None if value.is_applied() else value.bring_back()
         self._discard()
         self.held = held
-        torch.Tensor.data.__set__(self, self.held)
+        torch.Tensor.data.__set__(self, value if held is None else held)
 
 
 def _delegate(name):
