@@ -9,8 +9,10 @@ addresses.
 import collections
 import contextlib
 import copy
+import functools
 import inspect
 import warnings
+import weakref
 
 import torch
 from torch.optim import Optimizer
@@ -39,6 +41,16 @@ from zenflow.tensors import (
 
 # What torch's own state_dict() works on.
 _SWAPPED = ("state", "param_groups", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+
+
+def _on_the_optimizer(method):
+    """For methods that change attributes: Lightning's wrapper inherits them, but what it is given it keeps."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        return method(self._itself(), *args, **kwargs)
+
+    return call
 
 
 class ZenFlowOptimizer(Optimizer):
@@ -325,6 +337,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # Between steps
 
+    @_on_the_optimizer
     @torch.no_grad()
     def synchronize(self):
         """Waits for the host update in flight and writes the settled masters into the parameters, without look-ahead.
@@ -336,6 +349,7 @@ class ZenFlowOptimizer(Optimizer):
         if self._store:
             self._store.write_weights(_C.Engine.synchronize)
 
+    @_on_the_optimizer
     @torch.no_grad()
     def flush(self):
         """Closes the open window, so that no gradient is left out, then does as synchronize().
@@ -347,6 +361,7 @@ class ZenFlowOptimizer(Optimizer):
         if self._store:
             self._store.write_weights(_C.Engine.flush)
 
+    @_on_the_optimizer
     @contextlib.contextmanager
     def settled(self):
         """Shows the settled masters in the parameters; on leaving, puts the training weights back bit for bit.
@@ -372,6 +387,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # Checkpoints
 
+    @_on_the_optimizer
     def state_dict(self):
         """The canonical state (see `zenflow.state`), under torch's names where torch has them.
 
@@ -391,6 +407,7 @@ class ZenFlowOptimizer(Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
 
+    @_on_the_optimizer
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Replaces all state, the schedule's included, with a checkpoint of ZenFlowOptimizer or torch.optim.AdamW.
@@ -547,6 +564,7 @@ class ZenFlowOptimizer(Optimizer):
             )
 
     def _clear(self):
+        self._itself = weakref.ref(self)
         self._offload = GradientOffload(self, self._settings) if self._settings.offload_gradients else None
         self._store = None  # until the first step
         self._outdated = False  # whether the store runs under a checkpoint's schedule
