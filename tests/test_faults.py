@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may befall a training process: signals, exceptions, forks, exits, threads, a lack of cores or memory.
 
-Each test runs a program of fault_programs.py in a process of its own and looks at its exit code, at what it wrote to
+Each test runs a program of fault_programs/ in a process of its own and looks at its exit code, at what it wrote to
 stderr, and at the clock: a hang is killed and fails. That weights and state are right the programs check themselves.
 """
 
@@ -19,13 +19,16 @@ pytest.importorskip("torch")
 
 # Python itself would warn of a fork beside threads, which is what some of the programs are about.
 PYTHON = [sys.executable, "-W", "ignore::DeprecationWarning"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's threads are not what forks and counts are about
-PROGRAMS = Path(__file__).with_name("fault_programs.py")
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",  # torch's threads are not what forks and counts are about
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+}
 LIMIT = 120  # seconds, on a busy machine
 
 
 def launch(*arguments, **pipes):
-    command = [*PYTHON, PROGRAMS, *arguments]
+    command = [*PYTHON, "-m", "fault_programs", *arguments]
     return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, **pipes)
 
 
