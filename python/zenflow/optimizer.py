@@ -24,6 +24,7 @@ from zenflow.offloaded_gradient import OffloadedGradient
 from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, reject_unsupported
 from zenflow.stats import make_stats
 from zenflow.store import Store, splits
+from zenflow.templates import is_asked_for_template
 from zenflow.tensors import (
     DTYPE_CODES,
     STAGED,
@@ -220,6 +221,10 @@ class ZenFlowOptimizer(Optimizer):
             )
 
         parameters = self._validated_gradients()
+        if not self.state and is_asked_for_template():
+            self._follow_changes()
+            self._make_room(parameters)
+            return loss
         if self._settings.skip_nonfinite and not self._all_finite(parameters):
             self._skipped_steps += 1
             if self._offload:
@@ -431,6 +436,7 @@ class ZenFlowOptimizer(Optimizer):
         saved_groups = copy.deepcopy(state_dict["param_groups"])
         by_id = canonical.match_parameters(self.param_groups, saved_groups)
         states = {by_id[key]: state for key, state in state_dict["state"].items() if key in by_id}
+        states, saved_groups = canonical.own_part(states, saved_groups)
         canonical.check_states(states, self._name)
         self._restore(states, saved_groups)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -457,6 +463,8 @@ class ZenFlowOptimizer(Optimizer):
         held = {p for group in self.param_groups for p in group["params"]}
         states = {p: state for p, state in self._store.export_states().items() if p in held}
         scalars = canonical.schedule_scalars(self._store.settings, self._store.engine.clock)
+        for state in states.values():
+            state["schedule"] = canonical.schedule_tensor(scalars)
         return states, [{**group, **scalars} for group in self.param_groups]
 
     def _restore(self, states, saved_groups):
@@ -464,7 +472,7 @@ class ZenFlowOptimizer(Optimizer):
 
         If the schedule was another, the store runs under that one until its window has closed.
         """
-        scalars = canonical.take_scalars(saved_groups)
+        scalars = canonical.take_scalars(saved_groups, states)
         groups = canonical.merge_groups(self.param_groups, saved_groups)
         store, outdated = None, False
         if scalars or states:

@@ -6,16 +6,19 @@ torch.optim.AdamW, with every received gradient folded in; `master`; `last_writt
 parameter's dtype (what it holds, and what the window in flight will write); `selected` (columns) and `has_selection`
 (whether they were chosen yet); `window` (the open window: count, sum of learning rates, product of decays, and the last
 gradient's lr, betas, eps, weight_decay); for `deferred_rule="mean"` also `window_sum` and `column_steps`. Scalars of
-the schedule travel in every parameter group, under keys that begin with `zenflow_`.
+the schedule travel in every parameter group, under keys that begin with `zenflow_`; and once more in each parameter's
+`schedule`, since torch.distributed.checkpoint leaves out keys that the groups of a new optimizer do not have.
 
 Not for: reading or writing files.
 """
 
 import dataclasses
+import json
 
 import torch
 
 from zenflow.settings import UNSUPPORTED_OPTIONS
+from zenflow.templates import InStateDict
 from zenflow.tensors import DTYPE_CODES, addresses, matrix_shape, same_bits
 
 FORMAT = 1
@@ -23,6 +26,24 @@ PREFIX = "zenflow_"
 ADAMW_ONLY = {*UNSUPPORTED_OPTIONS, "decoupled_weight_decay"}
 LAYOUT_KEYS = ("topk_ratio", "split")
 NO_WINDOW = (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+SCHEDULE_BYTES = 1024  # of JSON and spaces: the same shape at every step
+ADAMW_NAMES = ("step", "exp_avg", "exp_avg_sq")
+NAMES = (
+    *ADAMW_NAMES,
+    "master",
+    "last_written",
+    "pending_output",
+    "selected",
+    "has_selection",
+    "window",
+    "schedule",
+)
+MEAN_NAMES = (*NAMES, "window_sum", "column_steps")
+
+
+def live_state(step, mean):
+    """What stands in optimizer.state for a parameter: all names of its canonical state, and its step count."""
+    return {name: InStateDict(name) for name in (MEAN_NAMES if mean else NAMES)} | {"step": step}
 
 
 def export_parameter(engine, record, mean):
@@ -156,14 +177,26 @@ def saved_layouts(groups, saved_groups):
     ]
 
 
+def own_part(states, saved_groups):
+    """(states, groups) without what is ours if another optimizer has held them since: it is out of date then.
+
+    torch's optimizers carry along what they do not know, but cast it to the parameter's dtype.
+    """
+    if all(state["selected"].dtype is torch.bool for state in states.values() if "selected" in state):
+        return states, saved_groups
+    states = {p: {key: state[key] for key in ADAMW_NAMES if key in state} for p, state in states.items()}
+    return states, [{key: g[key] for key in g if not key.startswith(PREFIX)} for g in saved_groups]
+
+
 def check_states(states, name):
     """Raises for states by parameter that do not fit; nothing has changed then."""
     for p, state in states.items():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
+        for key in ADAMW_NAMES:
             if key not in state:
                 raise ValueError(f"the state of {name(p)} lacks {key!r}: it is not from AdamW or ZenFlowOptimizer")
         columns = (matrix_shape(p.shape)[1],)
         shapes = {"selected": columns, "column_steps": columns, "window": (len(NO_WINDOW),)}
+        shapes["schedule"] = (SCHEDULE_BYTES,)
         for key in ("exp_avg", "exp_avg_sq", "master", "last_written", "pending_output", "window_sum", *shapes):
             shape = shapes.get(key, tuple(p.shape))
             if key in state and tuple(state[key].shape) != shape:
@@ -222,10 +255,21 @@ def schedule_scalars(settings, clock):
     }
 
 
-def take_scalars(groups):
-    """Removes the schedule's scalars from loaded parameter groups; returns those of the first, without the prefix."""
-    taken = [{key[len(PREFIX) :]: group.pop(key) for key in list(group) if key.startswith(PREFIX)} for group in groups]
+def schedule_tensor(scalars):
+    """The schedule's scalars as a tensor, for each parameter's state."""
+    text = json.dumps(scalars).encode()
+    return torch.frombuffer(bytearray(text.ljust(SCHEDULE_BYTES)), dtype=torch.uint8)
+
+
+def take_scalars(groups, states):
+    """Removes the schedule's scalars from loaded parameter groups; returns those of the first, without the prefix, or
+    those of a parameter where the groups have lost theirs."""
+    taken = [{key: group.pop(key) for key in list(group) if key.startswith(PREFIX)} for group in groups]
     scalars = taken[0] if taken else {}
+    schedule = next((state["schedule"] for state in states.values() if "schedule" in state), None)
+    if not scalars and schedule is not None:
+        scalars = json.loads(bytes(schedule.tolist()))
+    scalars = {key[len(PREFIX) :]: value for key, value in scalars.items()}
     if scalars.get("format", FORMAT) != FORMAT:
         raise ValueError(
             f"the checkpoint has ZenFlow format {scalars['format']}, this version reads {FORMAT}: update zenflow"

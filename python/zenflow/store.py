@@ -178,7 +178,7 @@ class Store:
         return bool(moved)
 
     def _keep(self, p, record):
-        self.state[p] = {"step": record.step}
+        self.state[p] = canonical.live_state(record.step, self.mean)
         self.records[p] = record  # last: what an interrupt leaves without a record gets a new one
 
     def _make_record(self, p, split, dtype=None):
