@@ -439,6 +439,7 @@ class ZenFlowOptimizer(Optimizer):
         states, saved_groups = canonical.own_part(states, saved_groups)
         canonical.check_states(states, self._name)
         self._restore(states, saved_groups)
+        self.state.update((key, value) for key, value in state_dict["state"].items() if key not in by_id)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -453,19 +454,24 @@ class ZenFlowOptimizer(Optimizer):
         super().__setstate__({**state, "state": collections.defaultdict(dict)})
         if self._offload:
             self._offload.follow()
-        self._restore(state["state"], [dict(group) for group in self.param_groups])
+        states = {p: value for p, value in state["state"].items() if isinstance(p, torch.Tensor)}
+        saved_groups = [dict(group) for group in self.param_groups]
+        canonical.take_scalars(self.param_groups, {})
+        self._restore(states, saved_groups)
+        self.state.update((key, value) for key, value in state["state"].items() if key not in states)
 
     def _canonical_state(self):
         """(states by parameter, parameter groups with the schedule's scalars), as state_dict() and pickle need them."""
         self._follow_changes()
+        users = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
         if self._store is None:
-            return {}, list(self.param_groups)
+            return users, list(self.param_groups)
         held = {p for group in self.param_groups for p in group["params"]}
         states = {p: state for p, state in self._store.export_states().items() if p in held}
         scalars = canonical.schedule_scalars(self._store.settings, self._store.engine.clock)
         for state in states.values():
             state["schedule"] = canonical.schedule_tensor(scalars)
-        return states, [{**group, **scalars} for group in self.param_groups]
+        return states | users, [{**group, **scalars} for group in self.param_groups]
 
     def _restore(self, states, saved_groups):
         """Takes over checked states and groups. On an error the old ones stay.
