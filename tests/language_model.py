@@ -14,18 +14,18 @@ LENGTH = 16
 SETTINGS = {"lr": 1e-2, "topk_ratio": 0.2, "update_interval": 4, "select_interval": 8, "min_offload_numel": 1000}
 
 
-def new_model(dtype=torch.float32):
+def new_model(width=64):
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=64,
+        hidden_size=width,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    return LlamaForCausalLM(config)
 
 
 def examples(count, start=0):

@@ -95,6 +95,11 @@ def assert_reports_what_is_missing(python, folder):
     assert "ImportError: zenflow.ZenFlowOptimizer needs torch" in refused.stderr
 
 
+def files_below(folder):
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in paths if "__pycache__" not in path.parts}
+
+
 @pytest.mark.slow
 def test_sdist_installs_without_torch_and_nvcc(tmp_path):
     source = fresh_source(tmp_path / "source")
@@ -107,10 +112,9 @@ def test_sdist_installs_without_torch_and_nvcc(tmp_path):
     python = install_in_new_environment(sys.executable, unpacked, tmp_path)
     assert_reports_what_is_missing(python, tmp_path)
     (installed,) = (tmp_path / "venv").glob("lib/python*/site-packages/zenflow")
-    names = {path.name for path in installed.iterdir()} - {"__pycache__"}
+    names = files_below(installed)
     (binary,) = (name for name in names if name.startswith("_C.") and name.endswith(".so"))
-    sources = {path.name for path in (ROOT / "python/zenflow").iterdir() if path.is_file()}
-    assert names - {binary} == {name for name in sources if not name.endswith(".so")}
+    assert names - {binary} == {name for name in files_below(ROOT / "python/zenflow") if not name.endswith(".so")}
 
     exported = run("nm", "-D", "--defined-only", installed / binary).stdout.splitlines()
     assert [symbol.split()[-1] for symbol in exported if symbol.split()[1] not in "WVu"] == ["PyInit__C"]
