@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zenflow import _C, deepspeed_config, devices
 from zenflow import state as canonical
+from zenflow.masters import named_weights, without_master
 from zenflow.offload import GradientOffload
 from zenflow.offloaded_gradient import OffloadedGradient
 from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, reject_unsupported
@@ -442,6 +443,27 @@ class ZenFlowOptimizer(Optimizer):
         self.state.update((key, value) for key, value in state_dict["state"].items() if key not in by_id)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    @torch.no_grad()
+    def master_weights(self, model=None):
+        """The fp32 weights for export: {"name": tensor}, ready for safetensors.torch.save_file.
+
+        Full-shaped copies in host memory, settled: without look-ahead, with the update in flight. The gradients of an
+        open window are not in it; call flush() first where none may be left out. Only waits for the host, as
+        state_dict() does.
+
+        Args:
+            model: gives names to its parameters. Tied ones come once, as in model.named_parameters(); those that this
+                optimizer does not have come as they are, in fp32. None: for an optimizer that was made with
+                model.named_parameters().
+
+        Raises:
+            ValueError: there are no names, or the model is another one.
+        """
+        weights = named_weights(model, self.param_groups)
+        self._follow_changes()
+        masters = self._store.export_masters(weights.values()) if self._store else {}
+        return {name: masters[p] if p in masters else without_master(p) for name, p in weights.items()}
 
     def __getstate__(self):
         states, groups = self._canonical_state()

@@ -135,10 +135,19 @@ class Store:
 
     def export_states(self):
         """Canonical states by parameter, edits of the user taken over; waits for the host and changes nothing else."""
+        self._adopt_edits()
+        return {p: canonical.export_parameter(self.engine, record, self.mean) for p, record in self.records.items()}
+
+    def export_masters(self, parameters):
+        """{p: settled master} of those that have state; for the rest as export_states()."""
+        self._adopt_edits()
+        known = (p for p in parameters if p in self.records)
+        return {p: canonical.export_parameter(self.engine, self.records[p], self.mean)["master"] for p in known}
+
+    def _adopt_edits(self):
         rows = self.weight_rows()
         with engine_call(self.records, self.records):
             self.engine.adopt_edits(rows)
-        return {p: canonical.export_parameter(self.engine, record, self.mean) for p, record in self.records.items()}
 
     def import_states(self, states, clock, *, keep_selection):
         """Takes over (canonical state, split) by parameter, and the clock. The store must be empty."""

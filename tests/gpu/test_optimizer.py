@@ -221,6 +221,31 @@ def test_a_checkpoint_moves_between_cpu_and_device(device, hooks):
     pair.check_state()
 
 
+@MODES
+def test_a_checkpoint_that_was_mapped_to_the_device_leaves_host_state_on_the_host(device, hooks):
+    pair, file = Pair(device, BF16, hooks=hooks), io.BytesIO()
+    for _ in range(3):
+        pair.step()
+    torch.save(pair.optimizer.state_dict(), file)
+    held = pair.optimizer.stats().device_bytes
+    for location in (device, "cpu"):
+        file.seek(0)
+        pair.optimizer.load_state_dict(torch.load(file, map_location=location, weights_only=True))
+        assert pair.optimizer.stats().device_bytes <= held
+    for _ in range(4):
+        pair.step()
+    pair.check_state()
+
+
+def test_masters_for_export_are_those_of_the_cpu(device):
+    pair = Pair(device, BF16)
+    for _ in range(5):
+        pair.step()
+        ours = pair.optimizer.master_weights(nn.ParameterList(pair.ours))
+        theirs = pair.twin.master_weights(nn.ParameterList(pair.theirs))
+        assert_all_same(list(ours.values()), list(theirs.values()), f"after step {pair.done}")
+
+
 def test_a_model_moves_to_another_dtype(device):
     pair = Pair(device, FP32)
     for dtype in (FP32, BF16, FP16):
