@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a folder so that it is there whole or not at all, whatever interrupts the writing."""
+"""Write and remove folders so that each is there whole or not at all, whatever interrupts it."""
 
 import os
 import shutil
@@ -27,6 +27,20 @@ def whole_folder(path):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     flush_to_disk(path.parent)  # the new name itself
+
+
+def remove_folder(path):
+    """Take the name away first, so that nobody finds a part of the folder under it."""
+    path = Path(path).absolute()
+    hidden = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def remove_leftovers(parent, names):
+    """What writing and removing folders of these names (a glob pattern) left behind when they were killed."""
+    for hidden in Path(parent).glob(f".{names}.*"):
+        shutil.rmtree(hidden)
 
 
 def give_usual_mode(path):
