@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training's surroundings: profilers, compilers, checkpointing, torch's modes, and code that looks into optimizers."""
+"""A training's surroundings: profilers, compilers, checkpointing, torch's modes, code that looks into optimizers."""
 
 import collections
 import contextlib
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compare import assert_all_same, assert_same_saved, parameters_of
 from small_model import LENGTH, WORDS, small_model
-from small_parameters import random_parameter, train, zenflow_of
+from small_parameters import random_gradient, random_parameter, train, zenflow_of
 from zenflow import ZenFlowOptimizer
 
 SCHEDULE = {"update_interval": 3, "select_interval": 6, "topk_ratio": 0.2, "min_offload_numel": 0, "num_threads": 1}
@@ -163,11 +163,7 @@ def test_a_compiled_model_trains_without_being_compiled_again(backend, hooks):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, while it traces
         optimizer = trained(compiled, hooks, 1, forward=forward)
-    with (
-        torch.compiler.set_stance("fail_on_recompile")
-        if hasattr(torch.compiler, "set_stance")
-        else warnings.catch_warnings()
-    ):
+    with torch._dynamo.config.patch(error_on_recompile=True):
         for batch in batches(8)[1:]:
             loss_of(forward, batch).backward()
             optimizer.step()
@@ -224,18 +220,7 @@ MODES = {
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "detect_anomaly": lambda: torch.autograd.set_detect_anomaly(True),
-    "float64 as default": lambda: default_dtype(torch.float64),
 }
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -244,12 +229,12 @@ def test_a_step_is_the_same_in_every_mode(mode):
     optimizer, twin = (zenflow_of(random_parameter(6, 10), random_parameter(7), **SCHEDULE) for _ in range(2))
     for step in range(10):
         train(twin, 1, step)
+        for p in parameters_of(optimizer):
+            p.grad = random_gradient(p, step)
         with MODES[mode]():
-            train(optimizer, 1, step)
+            optimizer.step()
             if step % 4 == 3:
-                saved = optimizer.state_dict()
-        if step % 4 == 3:
-            optimizer.load_state_dict(saved)
+                optimizer.load_state_dict(optimizer.state_dict())
     assert_trained_alike(optimizer, twin)
     assert all(p.requires_grad and not p.is_inference() for p in parameters_of(optimizer))
     parameters_of(optimizer)[0].square().sum().backward()
@@ -264,10 +249,7 @@ def test_correct_use_gives_no_warning(hooks, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = small_model(dtype)
-        groups = [
-            {"params": model[0].parameters(), "lr": 1e-4},
-            {"params": model[1:].parameters(), "weight_decay": 0.0},
-        ]
+        groups = [{"params": model[0].parameters(), "lr": 1e-4}, {"params": model[1:].parameters()}]
         optimizer = ZenFlowOptimizer(groups, lr=1e-3, offload_gradients=hooks, max_grad_norm=1.0, **SCHEDULE)
         scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 8)
         for i, batch in enumerate(batches(8)):
