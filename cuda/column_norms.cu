@@ -82,25 +82,35 @@ __global__ void __launch_bounds__(kThreads) add_blocks(const Batch<Part> batch) 
 
 struct SquareTask {
   const float* norms;
-  double* squared;
+  const int32_t* place;  // where there are two sums
+  double* squared;       // [sums]: of all columns, or of selected and of deferred ones
+  unsigned sums;
   int64_t columns;
   unsigned first_block, blocks;
 };
 
 // One block a task, one thread a partial sum. Bound by latency, and little to read.
 __global__ void __launch_bounds__(kPartials) add_columns(const Batch<SquareTask> batch) {
-  __shared__ double partials[kPartials];
+  __shared__ double partials[2][kPartials];
   const SquareTask& task = batch.mine();
-  double partial = 0.0;
+  double selected = 0.0, deferred = 0.0;
 #pragma unroll 8
-  for (int64_t j = threadIdx.x; j < task.columns; j += kPartials) partial += static_cast<double>(task.norms[j]);
-  partials[threadIdx.x] = partial;
+  for (int64_t j = threadIdx.x; j < task.columns; j += kPartials) {
+    const auto norm = static_cast<double>(task.norms[j]);
+    if (task.sums == 1 || task.place[j] < 0) {
+      selected += norm;
+    } else {
+      deferred += norm;
+    }
+  }
+  partials[0][threadIdx.x] = selected;
+  partials[1][threadIdx.x] = deferred;
   __syncthreads();
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x >= task.sums) return;
   double total = 0.0;
 #pragma unroll 16
-  for (int i = 0; i < kPartials; ++i) total += partials[i];
-  *task.squared = total;
+  for (int i = 0; i < kPartials; ++i) total += partials[threadIdx.x][i];
+  task.squared[threadIdx.x] = total;
 }
 
 // One warp, so that 32 terms are loaded at once; every lane adds them in order. Bound by latency.
@@ -162,7 +172,13 @@ void column_norms(const std::vector<NormTask>& tasks, float* scratch, Stream str
 
 void squared_norms(const std::vector<NormTask>& tasks, double* squared, Stream stream) {
   std::vector<SquareTask> each;
-  for (const NormTask& task : tasks) each.push_back({task.norms, squared++, task.columns, 0, 1});
+  for (const NormTask& task : tasks) each.push_back({task.norms, nullptr, squared++, 1, task.columns, 0, 1});
+  launch_batches(add_columns, each, kPartials, stream);
+}
+
+void side_norms(const std::vector<SideTask>& tasks, Stream stream) {
+  std::vector<SquareTask> each;
+  for (const SideTask& task : tasks) each.push_back({task.norms, task.place, task.sides, 2, task.columns, 0, 1});
   launch_batches(add_columns, each, kPartials, stream);
 }
 

@@ -29,6 +29,15 @@ void column_norms(const std::vector<NormTask>& tasks, float* scratch, Stream str
 // 0; then the 256 partial sums in order, from 0. `squared` is [tasks].
 void squared_norms(const std::vector<NormTask>& tasks, double* squared, Stream stream);
 
+// The same sums of one task's selected columns, and of its deferred ones.
+struct SideTask {
+  const float* norms;    // [columns]
+  const int32_t* place;  // [columns]; negative: selected
+  int64_t columns;
+  double* sides;  // [2]
+};
+void side_norms(const std::vector<SideTask>& tasks, Stream stream);
+
 // norm = sqrt(squared[0] + squared[1] + ...), added in order from 0; coefficient = min(1, max_norm / (norm + 1e-6)) in
 // double, rounded to fp32; 1 if norm is not finite. One element each.
 void clip_coefficient(const double* squared, int64_t count, double max_norm, double* norm, float* coefficient,

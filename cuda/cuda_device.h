@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cuda/column_norms.h"
@@ -34,9 +35,12 @@ class CudaDevice : public Device, private PageLocker {
   std::optional<Coefficient> clip(std::span<const Operand* const> operands, double max_norm) override;
   std::optional<double> late_norm() override;
   std::vector<std::vector<int32_t>> top_k(std::span<const size_t> which, std::span<const int64_t> widths) override;
+  void sum_sides(std::span<const Operand* const> operands) override;
+  std::vector<std::pair<Parameter*, SideNorms>> late_sides() override;
   std::optional<double> norm_to_stage(const Parameter& parameter) override;
   double staged_norm(const Parameter& parameter) override;
   void stage(const Operand& operand) override;
+  void sum_staged_sides(Parameter& parameter) override;
   void unstage(Parameter& parameter, void* gradient) override;
   void apply(std::span<const ReceivedGradient> gradients) override;
   void swap_columns(Parameter& parameter, const TensorView& weight, const ColumnSwap& swap) override;
@@ -45,6 +49,7 @@ class CudaDevice : public Device, private PageLocker {
   void publish(std::span<const Operand* const> operands) override;
   std::function<void()> arrival() override;
   void wait() override;
+  void reserve_steps(int64_t steps) override;
   PageLocker* page_locker() override { return this; }
   bool refuses_page_locks() const override { return refuses_page_locks_; }
   void forget(const Parameter& parameter) override;
@@ -67,6 +72,7 @@ class CudaDevice : public Device, private PageLocker {
   // What the device keeps of a staged gradient.
   struct Kept {
     Buffer norm;      // its squared norm
+    Buffer sides;     // [2], the squared norms of its sides
     Buffer selected;  // [rows, width]
     ColumnMap map;    // where the coming step moves columns
   };
@@ -95,6 +101,7 @@ class CudaDevice : public Device, private PageLocker {
   SelectivePass staged_pass(Parameter& parameter, const StagedPlaces& places);
   SelectivePass selective_pass(const ReceivedGradient& received);
   AdamTask adam_task(const ReceivedGradient& received);
+  void wait_for_norms();
   const float* coefficient() const { return &static_cast<const Clipped*>(clipped_.data)->coefficient; }
   void upload_corrections(std::span<const ReceivedGradient> gradients);
   void take_corrections(const GradientStep& step, const float*& column_step, const float*& column_root);
@@ -120,10 +127,12 @@ class CudaDevice : public Device, private PageLocker {
   bool writes_host_ = false;  // the caller's stream has work that uses host arrays, and `down` has not waited for it
 
   std::vector<NormTask> measured_;
-  Buffer norms_, norm_scratch_, squared_, clipped_, selected_, corrections_, upload_;
+  Buffer norms_, norm_scratch_, squared_, clipped_, selected_, corrections_, upload_, sides_;
   HostArray clips_;  // Clipped of each step whose lanes may still wait for their job
   int64_t clip_count_ = 0;
   const Clipped* last_clip_ = nullptr;  // until its norm was asked for
+  HostArray known_sides_;               // SideNorms of `voters_`
+  std::vector<Parameter*> voters_;
   float* next_correction_ = nullptr;
 };
 

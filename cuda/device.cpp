@@ -68,9 +68,56 @@ std::optional<Coefficient> CudaDevice::clip(std::span<const Operand* const> oper
 
 std::optional<double> CudaDevice::late_norm() {
   if (last_clip_ == nullptr) return std::nullopt;
-  // The clips: the last step's copy must be in. A step old, it is.
-  ZENFLOW_CUDA_CHECK(cudaEventSynchronize(norm_known_.handle()));
+  wait_for_norms();
   return std::exchange(last_clip_, nullptr)->norm;
+}
+
+void CudaDevice::wait_for_norms() {
+  // The clips and the sides: the last step's copies must be in. A step old, they are.
+  ZENFLOW_CUDA_CHECK(cudaEventSynchronize(norm_known_.handle()));
+}
+
+void CudaDevice::sum_sides(std::span<const Operand* const> operands) {
+  const DeviceScope scope(ordinal_);
+  voters_.clear();
+  const auto count = static_cast<int64_t>(operands.size()), bytes = count * static_cast<int64_t>(sizeof(SideNorms));
+  if (known_sides_.bytes() < bytes) {
+    wait_for_norms();  // a step that failed may have left a copy under way
+    known_sides_ = HostArray(bytes, this);
+    known_sides_.page_lock();
+  }
+  static_assert(sizeof(SideNorms) == 2 * sizeof(double), "the kernel writes two doubles");
+  auto* const sides = grown<SideNorms>(sides_, count);
+  std::vector<SideTask> tasks;
+  size_t measured = 0;
+  for (const Operand* o : operands) {
+    const NormTask* const norms = o->staged ? nullptr : &measured_[measured++];
+    Parameter& p = *o->parameter;
+    if (!p.has_both_sides()) continue;
+    SideNorms* const mine = sides + voters_.size();
+    voters_.push_back(&p);
+    if (norms != nullptr) {
+      tasks.push_back({norms->norms, maps_.at(&p).place, norms->columns, &mine->selected});
+    } else {
+      ZENFLOW_CUDA_CHECK(
+          cudaMemcpyAsync(mine, kept_.at(&p).sides.data, sizeof(SideNorms), cudaMemcpyDeviceToDevice, compute()));
+    }
+  }
+  side_norms(tasks, compute_);
+  const size_t known = voters_.size() * sizeof(SideNorms);
+  if (known == 0) return;
+  ZENFLOW_CUDA_CHECK(cudaMemcpyAsync(known_sides_.data(), sides, known, cudaMemcpyDeviceToHost, compute()));
+  ZENFLOW_CUDA_CHECK(cudaEventRecord(norm_known_.handle(), compute()));
+  writes_host_ = true;
+}
+
+std::vector<std::pair<Parameter*, SideNorms>> CudaDevice::late_sides() {
+  std::vector<std::pair<Parameter*, SideNorms>> sides;
+  if (voters_.empty()) return sides;
+  wait_for_norms();
+  const auto* known = static_cast<const SideNorms*>(known_sides_.data());
+  for (Parameter* voter : voters_) sides.emplace_back(voter, *known++);
+  return sides;
 }
 
 std::vector<std::vector<int32_t>> CudaDevice::top_k(std::span<const size_t> which, std::span<const int64_t> widths) {
@@ -209,6 +256,13 @@ std::optional<double> CudaDevice::norm_to_stage(const Parameter& p) {
   const DeviceScope scope(ordinal_);
   zenflow::squared_norms(measured_, grown<double>(kept_[&p].norm, 1), compute_);
   return std::nullopt;
+}
+
+void CudaDevice::sum_staged_sides(Parameter& p) {
+  const DeviceScope scope(ordinal_);
+  Kept& kept = kept_[&p];
+  const ColumnMap& map = p.staged().moves_columns ? kept.map : maps_.at(&p);
+  side_norms({{measured_[0].norms, map.place, measured_[0].columns, grown<double>(kept.sides, 2)}}, compute_);
 }
 
 // What packs a staged gradient, and unpacks it, but for the gradient.

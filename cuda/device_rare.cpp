@@ -25,13 +25,19 @@ CudaDevice::CudaDevice(int ordinal, std::unique_ptr<DeviceMemory> memory, const 
       compute_(Stream::from_handle(0)),
       staging_(*memory_, sizes.chunk_bytes, static_cast<size_t>(sizes.chunks)) {
   ZENFLOW_CUDA_CHECK(cudaStreamCreateWithFlags(&up_, cudaStreamNonBlocking));
-  const int64_t waiting = context.settings.update_interval + context.settings.update_delay;
-  clips_ = HostArray((waiting + 1) * static_cast<int64_t>(sizeof(Clipped)), this);
-  clips_.page_lock();
+  reserve_steps(context.settings.update_interval + context.settings.update_delay);
+}
+
+void CudaDevice::reserve_steps(int64_t steps) {
+  HostArray clips((steps + 1) * static_cast<int64_t>(sizeof(Clipped)), this);
+  clips.page_lock();
+  clips_ = std::move(clips);
 }
 
 CudaDevice::~CudaDevice() {
-  for (Buffer* b : {&norms_, &norm_scratch_, &squared_, &clipped_, &selected_, &corrections_, &upload_}) release(*b);
+  for (Buffer* b : {&norms_, &norm_scratch_, &squared_, &clipped_, &selected_, &corrections_, &upload_, &sides_}) {
+    release(*b);
+  }
   (void)cudaStreamDestroy(up_);
 }
 
@@ -265,7 +271,8 @@ void CudaDevice::swap_columns(Parameter& p, const TensorView& weight, const Colu
 void CudaDevice::forget(const Parameter& p) {
   if (const auto map = maps_.extract(&p)) release(map.mapped().memory);
   if (const auto kept = kept_.extract(&p)) {
-    for (Buffer* b : {&kept.mapped().norm, &kept.mapped().selected, &kept.mapped().map.memory}) release(*b);
+    Kept& k = kept.mapped();
+    for (Buffer* b : {&k.norm, &k.sides, &k.selected, &k.map.memory}) release(*b);
   }
 }
 

@@ -41,6 +41,10 @@ void squared_norms(const std::vector<NormTask>&, double*, Stream) {
   refuse("squared_norms");
 }
 
+void side_norms(const std::vector<SideTask>&, Stream) {
+  refuse("side_norms");
+}
+
 void clip_coefficient(const double*, int64_t, double, double*, float*, Stream) {
   refuse("clip_coefficient");
 }

@@ -71,6 +71,15 @@ py::tuple window_tuple(const Window& w) {
                         w.last.weight_decay);
 }
 
+// [sum of the selected columns' root mean squares, of the deferred ones', count]
+py::tuple vote_tuple(const Vote& v) {
+  return py::make_tuple(v.selected, v.deferred, v.count);
+}
+
+Vote vote_of(const std::array<double, 3>& v) {
+  return {v[0], v[1], static_cast<int64_t>(v[2])};
+}
+
 Window window_of(const std::array<double, 8>& w) {
   return {static_cast<int64_t>(w[0]), w[1], w[2], {w[3], w[4], w[5], w[6], w[7]}};
 }
@@ -147,11 +156,13 @@ size_t add_cuda_device(Engine& engine, int ordinal, py::object memory, int64_t c
 }
 
 std::unique_ptr<Engine> make_engine(bool mean, bool stream, int64_t update_interval, int64_t update_delay,
-                                    double lookahead, int num_threads, double reserved_share, bool pin_threads) {
+                                    double lookahead, bool automatic, int num_threads, double reserved_share,
+                                    bool pin_threads) {
   const HostCores host = host_cores(num_threads, reserved_share);
   const HostCores caller = host_cores(num_threads, 0.0);
-  return std::make_unique<Engine>(Settings{mean, stream, update_interval, update_delay, lookahead}, host.threads,
-                                  pin_threads && host.exclusive ? host.cpus : std::vector<int>(), caller.threads);
+  return std::make_unique<Engine>(Settings{mean, stream, update_interval, update_delay, lookahead, automatic},
+                                  host.threads, pin_threads && host.exclusive ? host.cpus : std::vector<int>(),
+                                  caller.threads);
 }
 
 Report report_of(Engine& engine) {
@@ -172,7 +183,7 @@ void on_weights(Engine& engine, const py::list& rows) {
 void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), "mean"_a, "stream"_a, "update_interval"_a, "update_delay"_a,
-           "lookahead"_a, "num_threads"_a, "reserved_share"_a, "pin_threads"_a)
+           "lookahead"_a, "automatic"_a, "num_threads"_a, "reserved_share"_a, "pin_threads"_a)
       .def("add_cuda_device", &add_cuda_device, "ordinal"_a, "memory"_a, "chunk_bytes"_a = TransferSizes().chunk_bytes,
            "chunks"_a = TransferSizes().chunks)
       .def("use_stream", &Engine::use_stream)
@@ -195,6 +206,8 @@ void bind_engine(py::module_& m) {
              const py::gil_scoped_release release;
              e.commit(operands, {warm_up, selects, ends_window, max_grad_norm});
            })
+      .def("votes_to_end_window", &Engine::votes_to_end_window, py::call_guard<py::gil_scoped_release>())
+      .def("set_schedule", &Engine::set_schedule, py::call_guard<py::gil_scoped_release>())
       .def("stage",
            [](Engine& e, const py::tuple& row, bool warm_up, bool selects, bool with_norms) {
              const std::vector<Operand> operands = operands_of(e, rows_of(row), py::list());
@@ -228,12 +241,20 @@ void bind_engine(py::module_& m) {
            })
       .def("import_state",
            [](Engine& e, int64_t index, const py::dict& tensors, int64_t steps, bool has_selection, bool in_flight,
-              const std::array<double, 8>& window) {
+              const std::array<double, 8>& window, const std::array<double, 3>& vote) {
              const FullState full = full_state_of(tensors);
              const py::gil_scoped_release release;
-             e.import_state(index, full, {steps, has_selection, in_flight, window_of(window)});
+             e.import_state(index, full, {steps, has_selection, in_flight, window_of(window), vote_of(vote)});
            })
       .def("window", [](Engine& e, int64_t index) { return window_tuple(e.parameter(index).window()); })
+      .def("vote",
+           [](Engine& e, int64_t index) {
+             const Vote vote = [&] {
+               const py::gil_scoped_release release;
+               return e.vote(index);
+             }();
+             return vote_tuple(vote);
+           })
       .def("discard", &Engine::discard, py::call_guard<py::gil_scoped_release>())
       .def("next_width", [](Engine& e, int64_t index) { return e.parameter(index).next_width(); })
       .def("block_in_use",

@@ -49,6 +49,10 @@ NormTask norm_task(const py::dict& d) {
           pointer<float>(d, "norms")};
 }
 
+SideTask side_task(const py::dict& d) {
+  return {pointer<float>(d, "norms"), pointer<int32_t>(d, "place"), size(d, "columns"), pointer<double>(d, "sides")};
+}
+
 TopKTask top_k_task(const py::dict& d) {
   return {pointer<float>(d, "norms"), size(d, "columns"), size(d, "k"), pointer<int32_t>(d, "selected")};
 }
@@ -164,6 +168,14 @@ void bind_norms(py::module_& m) {
         squared_norms(tasks, pointer<double>(squared), Stream::from_handle(stream));
       },
       py::kw_only(), "tasks"_a, "squared"_a, "stream"_a);
+  m.def(
+      "side_norms",
+      [](const Tasks& dicts, uintptr_t stream) {
+        const auto tasks = each(dicts, side_task);
+        const py::gil_scoped_release release;
+        side_norms(tasks, Stream::from_handle(stream));
+      },
+      py::kw_only(), "tasks"_a, "stream"_a);
   m.def(
       "clip_coefficient",
       [](uintptr_t squared, int64_t count, double max_norm, uintptr_t norm, uintptr_t coefficient, uintptr_t stream) {

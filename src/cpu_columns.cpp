@@ -40,9 +40,18 @@ void column_norms(const TensorView& gradient, const Kernels& kernels, ThreadPool
 }
 
 double squared_norm(const std::vector<float>& norms) {
-  std::array<double, kNormSums> sums{};
-  for (size_t c = 0; c < norms.size(); ++c) sums[c % kNormSums] += norms[c];
-  return std::accumulate(sums.begin(), sums.end(), 0.0);
+  return side_norms(norms, {}).deferred;
+}
+
+SideNorms side_norms(const std::vector<float>& norms, const std::vector<int32_t>& selected) {
+  Scratch mask(static_cast<int64_t>(norms.size()));
+  auto* is_selected = static_cast<uint8_t*>(mask.data());
+  std::fill_n(is_selected, norms.size(), uint8_t{0});
+  for (const int32_t c : selected) is_selected[c] = 1;
+  std::array<double, kNormSums> sums[2] = {};
+  for (size_t c = 0; c < norms.size(); ++c) sums[is_selected[c]][c % kNormSums] += norms[c];
+  const auto added = [](const auto& partial) { return std::accumulate(partial.begin(), partial.end(), 0.0); };
+  return {added(sums[1]), added(sums[0])};
 }
 
 std::vector<int32_t> top_k(const std::vector<float>& norms, int64_t k) {

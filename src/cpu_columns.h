@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "parameter.h"
 #include "tensor_view.h"
 #include "thread_pool.h"
 
@@ -20,6 +21,9 @@ void column_norms(const TensorView& gradient, const Kernels& kernels, ThreadPool
 
 // A gradient's squared norm: the sum of its columns' in double, in the order of docs/arithmetic.md.
 double squared_norm(const std::vector<float>& norms);
+
+// The same of the columns in `selected` alone, and of all others.
+SideNorms side_norms(const std::vector<float>& norms, const std::vector<int32_t>& selected);
 
 // The k columns of the largest norms, ascending. Non-finite norms rank below all finite ones, ties go to the lower
 // index. 0 <= k <= norms.size().

@@ -32,6 +32,25 @@ std::vector<std::vector<int32_t>> CpuDevice::top_k(std::span<const size_t> which
   return selections;
 }
 
+void CpuDevice::sum_sides(std::span<const Operand* const> operands) {
+  sides_.clear();
+  size_t measured = 0;
+  for (const Operand* o : operands) {
+    const std::vector<float>* norms = o->staged ? nullptr : &norms_[measured++];
+    Parameter& p = *o->parameter;
+    if (!p.has_both_sides()) continue;
+    sides_.emplace_back(&p, norms != nullptr ? side_norms(*norms, p.block_columns()) : p.staged().sides);
+  }
+}
+
+std::vector<std::pair<Parameter*, SideNorms>> CpuDevice::late_sides() {
+  return sides_;
+}
+
+void CpuDevice::sum_staged_sides(Parameter& p) {
+  p.staged_sides(side_norms(norms_[0], p.staged_places().block_columns));
+}
+
 void CpuDevice::apply(std::span<const ReceivedGradient> gradients) {
   for (const auto& [o, step] : gradients) {
     o->staged ? o->parameter->apply_staged(o->weight, step) : o->parameter->apply(o->weight, o->gradient, step);

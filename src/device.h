@@ -12,6 +12,7 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "function_ref.h"
@@ -73,6 +74,11 @@ class Device {
   // Of the measured gradient number `which[i]`, the `widths[i]` columns that come first. [waits]
   virtual std::vector<std::vector<int32_t>> top_k(std::span<const size_t> which, std::span<const int64_t> widths) = 0;
 
+  // What each of a step's gradients holds for either side, kept for late_sides(), in place of what was kept before. The
+  // operands each have a staged gradient or the next one that was measured; those without both sides are left out.
+  virtual void sum_sides(std::span<const Operand* const> operands) = 0;
+  virtual std::vector<std::pair<Parameter*, SideNorms>> late_sides() = 0;  // [waits for that step]
+
   // The squared norm of the one gradient that was measured last, which is about to be staged: at once, or kept here
   // until staged_norm() [waits].
   virtual std::optional<double> norm_to_stage(const Parameter&) { return squared_norms()[0]; }
@@ -80,6 +86,8 @@ class Device {
   // A gradient, of a parameter prepared for it, into its staged places; and from there back into a contiguous gradient
   // [waits].
   virtual void stage(const Operand& operand) = 0;
+  // Of the one gradient that was measured last and is staged now, for sum_sides(). Its parameter will have both sides.
+  virtual void sum_staged_sides(Parameter& parameter) = 0;
   virtual void unstage(Parameter& parameter, void* gradient) = 0;
 
   // Selected columns of AdamW in place; deferred ones packed and on their way into the step's lane, if not staged
@@ -97,6 +105,9 @@ class Device {
   virtual std::function<void()> arrival() { return {}; }
   // Everything queued by earlier calls. [waits]
   virtual void wait() {}
+
+  // Nothing is under way: from now on the lanes of so many steps may wait for their jobs.
+  virtual void reserve_steps(int64_t) {}
 
   // For the host arrays that the device reads or writes.
   virtual PageLocker* page_locker() { return nullptr; }

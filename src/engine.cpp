@@ -25,9 +25,8 @@ Counters Counters::operator-(const Counters& o) const {
 }
 
 Engine::Engine(const Settings& settings, int host_threads, std::vector<int> pin_cpus, int caller_threads)
-    : settings_(settings),
-      pool_(caller_threads),
-      context_{active_kernels(), pool_, settings_},
+    : pool_(caller_threads),
+      context_{active_kernels(), pool_, settings},
       updater_(host_threads, std::move(pin_cpus)),
       lane_tickets_(static_cast<size_t>(1 + settings.update_delay), 0) {
   devices_.push_back(std::make_unique<CpuDevice>(context_));
@@ -76,9 +75,8 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
   wait(0);  // an error of earlier work surfaces before anything changes
-  for (const auto& device : devices_) {
-    if (const auto norm = device->late_norm()) keep_norm(*norm);
-  }
+  keep_late_norms();
+  count_late_sides();
   const int64_t step = clock_.step + 1;
 
   for (const Operand& o : operands) o.staged ? check_staged(o, plan) : drop_staged(*o.parameter);
@@ -102,6 +100,7 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
     throw;
   }
 
+  owes_sides_ = counts_sides(plan);
   clock_.step = step;
   clock_.window_step = plan.ends_window ? 0 : clock_.window_step + 1;
   if (plan.selects) clock_.last_selection = step;
@@ -129,6 +128,56 @@ bool Engine::selects(const Operand& o, const StepPlan& plan) const {
   return o.has_gradient() && p.split() && !plan.warm_up && (plan.selects || !p.has_selection());
 }
 
+// Those of the step that ends a window come too late to have a say.
+bool Engine::counts_sides(const StepPlan& plan) const {
+  return settings().automatic && !plan.warm_up && !plan.ends_window;
+}
+
+void Engine::count_late_sides() {
+  if (!owes_sides_) return;
+  for (const auto& device : devices_) {
+    for (const auto& [parameter, sides] : device->late_sides()) parameter->count(sides);
+  }
+  owes_sides_ = false;
+}
+
+bool Engine::votes_to_end_window(double share) {
+  const std::lock_guard lock(calls_.mutex());
+  wait(0);
+  count_late_sides();
+  int64_t voters = 0, votes = 0;
+  for (const Entry& entry : parameters_) {
+    if (entry.state == nullptr || entry.state->vote().count == 0) continue;
+    ++voters;
+    votes += entry.state->vote().ends_window() ? 1 : 0;
+  }
+  return voters > 0 && static_cast<double>(votes) >= share * static_cast<double>(voters);
+}
+
+Vote Engine::vote(int64_t index) {
+  const std::lock_guard lock(calls_.mutex());
+  count_late_sides();
+  return parameter(index).vote();
+}
+
+void Engine::set_schedule(int64_t update_interval, int64_t update_delay, double lookahead) {
+  const std::lock_guard lock(calls_.mutex());
+  if (clock_.window_step > 0 || clock_.publish_at > 0) {
+    throw std::logic_error("zenflow: the schedule changes only between windows");
+  }
+  wait_for_host();
+  std::vector<HostUpdater::Ticket> tickets(static_cast<size_t>(1 + update_delay), 0);
+  keep_late_norms();
+  for (const auto& device : devices_) {
+    device->wait();
+    device->reserve_steps(update_interval + update_delay);
+  }
+  context_.settings.update_interval = update_interval;
+  context_.settings.update_delay = update_delay;
+  context_.settings.lookahead = lookahead;
+  lane_tickets_ = std::move(tickets);
+}
+
 // State for parameters that have none, and edits; what starts with its selection gets its state in choose_columns().
 void Engine::prepare(std::span<const Operand> operands, const StepPlan& plan) {
   if (std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.suspect; })) wait_for_host();
@@ -146,8 +195,10 @@ void Engine::prepare(std::span<const Operand> operands, const StepPlan& plan) {
 
 // Hands columns over where a selection is due, and returns the factor of all gradients; both judge by the raw ones.
 Coefficient Engine::choose_columns(std::span<const Operand> operands, const StepPlan& plan) {
-  const bool clips = plan.max_grad_norm > 0;
-  const auto wanted = [&](const Operand& o) { return o.gradient && (clips || selects(o, plan)); };
+  const bool clips = plan.max_grad_norm > 0, counts = counts_sides(plan);
+  const auto wanted = [&](const Operand& o) {
+    return o.gradient && (clips || selects(o, plan) || (counts && o.parameter->split()));
+  };
   const std::vector<Share> measured = shares(operands, wanted);
   for (const Share& s : measured) s.device->measure(s.operands);
   const Coefficient coefficient = clips ? clip(operands, measured, plan.max_grad_norm) : Coefficient();
@@ -161,6 +212,13 @@ Coefficient Engine::choose_columns(std::span<const Operand> operands, const Step
   }
   if (overlap.before > 0) {
     report_.selection_overlap = static_cast<double>(overlap.kept) / static_cast<double>(overlap.before);
+  }
+  for (size_t d = 0; counts && d < devices_.size(); ++d) {
+    Operands mine;
+    for (const Operand& o : operands) {
+      if (&o.parameter->device() == devices_[d].get() && (o.staged || wanted(o))) mine.push_back(&o);
+    }
+    devices_[d]->sum_sides(mine);  // of none, too: those of the step before are gone
   }
   for (const Operand& o : operands) {
     if (o.staged) o.parameter->take_staged_lanes();
@@ -196,6 +254,12 @@ Coefficient Engine::clip(std::span<const Operand> operands, std::span<const Shar
   const double norm = std::sqrt(total);
   keep_norm(norm);
   return {std::isfinite(norm) ? std::min(1.0, max_grad_norm / (norm + 1e-6)) : 1.0};
+}
+
+void Engine::keep_late_norms() {
+  for (const auto& device : devices_) {
+    if (const auto norm = device->late_norm()) keep_norm(*norm);
+  }
 }
 
 void Engine::keep_norm(double norm) {
@@ -263,7 +327,7 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
   }
   std::vector<HostJob> jobs;
   for (const Operand& o : operands) {
-    auto job = o.parameter->host_job(plan.ends_window, plan.warm_up ? 0.0 : settings_.lookahead);
+    auto job = o.parameter->host_job(plan.ends_window, plan.warm_up ? 0.0 : settings().lookahead);
     if (job) jobs.push_back(std::move(*job));
   }
   if (!jobs.empty()) {
@@ -279,11 +343,11 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
     lane_tickets_[lane_round()] = last_ticket_;
   }
   if (!plan.ends_window) return;
-  if (plan.warm_up || settings_.update_delay == 0) {
+  if (plan.warm_up || settings().update_delay == 0) {
     wait_for_host();
     publish(operands);
   } else {
-    clock_.publish_at = clock_.step + 1 + settings_.update_delay;
+    clock_.publish_at = clock_.step + 1 + settings().update_delay;
   }
 }
 
@@ -338,6 +402,7 @@ void Engine::flush(std::span<const Operand> operands) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
   on_host(operands, [](Parameter&, const TensorView&) {});
+  count_late_sides();
   submit_host_work(operands, {.ends_window = true});
   clock_.window_step = 0;
   settle(operands);
@@ -376,6 +441,7 @@ void Engine::import_state(int64_t index, const FullState& full, const ImportedCl
 void Engine::discard(int64_t index) {
   const std::lock_guard lock(calls_.mutex());
   wait_for_host();
+  count_late_sides();
   parameter(index).device().wait();
   parameters_.at(static_cast<size_t>(index)).state.reset();
 }
@@ -393,9 +459,7 @@ Counters Engine::totals() const {
 
 Report Engine::report() {
   const std::lock_guard lock(calls_.mutex());
-  for (const auto& device : devices_) {
-    if (const auto norm = device->late_norm()) keep_norm(*norm);
-  }
+  keep_late_norms();
   Report report = report_;
   report.total = totals();
   return report;

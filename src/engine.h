@@ -81,8 +81,16 @@ class Engine {
   // One step for all parameters that have state or a gradient.
   void commit(std::span<const Operand> operands, const StepPlan& plan);
 
+  // Whether of the parameters that can vote on the end of an automatic window at least this share votes for it. The
+  // last step's gradients count too; waits for their norms.
+  bool votes_to_end_window(double share);
+  Vote vote(int64_t index);
+  // Another schedule, where no window is open and nothing in flight.
+  void set_schedule(int64_t update_interval, int64_t update_delay, double lookahead);
+
   // In backward: takes a split parameter's gradient, which counts only once commit() finds it under the same plan; only
-  // `warm_up` and `selects` matter. `measures`: that plan has a max_grad_norm, or staged_finite() will be asked.
+  // `warm_up` and `selects` matter. `measures`: that plan has a max_grad_norm, staged_finite() will be asked, or
+  // parameters vote.
   void stage(const Operand& operand, const StepPlan& plan, bool measures);
   // Gives it back, bit for bit, into contiguous memory [rows, columns] of its dtype.
   void unstage(int64_t index, void* gradient);
@@ -126,6 +134,8 @@ class Engine {
   std::vector<Share> shares(std::span<const Operand> operands, Wanted&& wanted) const;
 
   bool selects(const Operand& operand, const StepPlan& plan) const;
+  bool counts_sides(const StepPlan& plan) const;
+  void count_late_sides();
   void prepare(std::span<const Operand> operands, const StepPlan& plan);
   Coefficient choose_columns(std::span<const Operand> operands, const StepPlan& plan);
   void check_staged(const Operand& operand, const StepPlan& plan) const;
@@ -142,21 +152,23 @@ class Engine {
   void settle(std::span<const Operand> operands);
   void on_host(std::span<const Operand> operands, FunctionRef<void(Parameter&, const TensorView&)> work);
   void keep_norm(double norm);
+  void keep_late_norms();
   Counters totals() const;
   void wait(HostUpdater::Ticket ticket);
   void wait_for_host() { wait(last_ticket_); }
   // Streaming: the job that last read the coming step's lanes.
-  void wait_for_lanes() { wait(settings_.stream ? lane_tickets_[lane_round()] : 0); }
-  size_t lane_round() const { return static_cast<size_t>(clock_.step % (1 + settings_.update_delay)); }
+  void wait_for_lanes() { wait(settings().stream ? lane_tickets_[lane_round()] : 0); }
+  size_t lane_round() const { return static_cast<size_t>(clock_.step % (1 + settings().update_delay)); }
+  const Settings& settings() const { return context_.settings; }
 
   CallMutex calls_;
-  Settings settings_;
   ThreadPool pool_;
   Context context_;
   std::vector<std::unique_ptr<Device>> devices_;
   std::vector<Entry> parameters_;
   HostUpdater updater_;  // after what its jobs write: its destructor finishes them
   Clock clock_;
+  bool owes_sides_ = false;  // the last step's are not counted yet
   HostUpdater::Ticket last_ticket_ = 0;
   std::vector<HostUpdater::Ticket> lane_tickets_;  // streaming: the job that last read each step's lanes
   std::vector<ReceivedGradient> received_;

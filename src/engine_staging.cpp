@@ -33,6 +33,9 @@ void Engine::stage(const Operand& o, const StepPlan& plan, bool measures) {
   if (p.keeps_lanes(selects)) reserve_lanes(o);
   p.prepare_staging(o.gradient.dtype(), std::move(selection), measures, squared_norm);
   device.stage(o);
+  const StagedPlaces places = p.staged_places();
+  const bool both_sides = p.shape().rows > 0 && !places.block_columns.empty() && !places.slot_columns.empty();
+  if (context_.settings.automatic && measures && !plan.warm_up && both_sides) device.sum_staged_sides(p);
 }
 
 void Engine::unstage(int64_t index, void* gradient) {
@@ -72,7 +75,8 @@ bool Engine::publish_early(const Operand& o) {
 void Engine::check_staged(const Operand& o, const StepPlan& plan) const {
   const StagedGradient& staged = o.parameter->staged();
   const bool selects = this->selects(o, plan);
-  if (!staged.present || staged.selection.has_value() != selects || (plan.max_grad_norm > 0 && !staged.measured) ||
+  if (!staged.present || staged.selection.has_value() != selects ||
+      ((plan.max_grad_norm > 0 || counts_sides(plan)) && !staged.measured) ||
       (selects && static_cast<int64_t>(staged.selection->size()) != o.parameter->next_width())) {
     throw std::logic_error("zenflow: a gradient was staged for another step than this one, or not at all");
   }

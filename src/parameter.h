@@ -31,11 +31,12 @@ namespace zenflow {
 class Device;
 
 struct Settings {
-  bool mean = false;    // deferred_rule
-  bool stream = false;  // host_buffer
-  int64_t update_interval = 4;
+  bool mean = false;            // deferred_rule
+  bool stream = false;          // host_buffer
+  int64_t update_interval = 4;  // of an automatic one, the longest
   int64_t update_delay = 1;
   double lookahead = 1;
+  bool automatic = false;  // parameters vote on when a window ends
 };
 
 // What the methods work with; outlives the parameters.
@@ -63,6 +64,21 @@ struct Window {
   void add(const Hyper& h);
 };
 
+// Squared norms of what a gradient holds for its selected and for its deferred columns.
+struct SideNorms {
+  double selected = 0, deferred = 0;
+};
+
+// On the end of the open window: what its gradients' root mean squares add up to, of either side. Empty if the
+// parameter had no gradient, or has one side only.
+struct Vote {
+  double selected = 0, deferred = 0;
+  int64_t count = 0;
+
+  // The deferred columns have collected as much as the selected ones get in one step.
+  bool ends_window() const { return count > 0 && deferred >= selected / static_cast<double>(count); }
+};
+
 // Contiguous full-shaped tensors [rows, columns] of the canonical state dict; window_sum and column_steps for "mean"
 // only.
 struct FullState {
@@ -82,6 +98,7 @@ struct ImportedClock {
   bool has_selection = false;
   bool in_flight = false;
   Window window;
+  Vote vote = {};
 };
 
 // The host side of one parameter, [rows, slots] each.
@@ -113,6 +130,7 @@ struct StagedGradient {
   DType dtype = DType::kFloat32;
   bool measured = false;  // its squared norm is known, here or to the device
   std::optional<double> squared_norm;
+  SideNorms sides;                                // here or on the device likewise, where parameters vote
   std::optional<std::vector<int32_t>> selection;  // that the coming step makes, ascending
   bool moves_columns = false;                     // the coming step does: to these places
   std::vector<int32_t> block_columns, slot_columns;
@@ -149,7 +167,9 @@ class Parameter {
   int64_t steps() const { return steps_; }
   int64_t slots() const { return static_cast<int64_t>(slot_columns_.size()); }
   int64_t deferred_count() const { return shape_.rows * slots(); }
+  bool has_both_sides() const { return deferred_count() > 0 && block_.width > 0; }
   const Window& window() const { return window_; }
+  const Vote& vote() const { return vote_; }
   std::vector<int32_t> selection() const;  // ascending
 
   // For the device.
@@ -198,6 +218,7 @@ class Parameter {
   void prepare_staging(DType gradient, std::optional<std::vector<int32_t>> selection, bool measured,
                        std::optional<double> squared_norm);
   StagedPlaces staged_places();
+  void staged_sides(const SideNorms& sides) { staged_.sides = sides; }
   void staged_on_device() { staged_.present = true; }
   const StagedGradient& staged() const { return staged_; }
   void stage(const TensorView& gradient);
@@ -208,6 +229,9 @@ class Parameter {
   // In the step that takes it: lanes after the selection and before receive(), then the selected columns.
   void take_staged_lanes();
   void apply_staged(const TensorView& weight, const GradientStep& step);
+
+  // Of a gradient of the open window.
+  void count(const SideNorms& sides);
 
   // The host work that is due after this step's gradient: of the whole window if it closes, of one lane if streaming.
   std::optional<HostJob> host_job(bool closes_window, double lookahead);
@@ -295,6 +319,7 @@ class Parameter {
   float* step_count_;
   std::vector<int32_t> column_steps_;  // "mean" only: AdamW updates of each column
   Window window_;
+  Vote vote_;
 };
 
 }  // namespace zenflow

@@ -110,6 +110,7 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
   has_selection_ = split_ && clock.has_selection;
   set_steps(clock.steps);
   window_ = split_ ? clock.window : Window();
+  vote_ = split_ ? clock.vote : Vote();
   in_flight_ = split_ && clock.in_flight;
   shows_settled_ = false;
   imported_ = true;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What happens to a parameter at each step: its gradient, the host's share of it, edits by the user, and publication.
+#include <cmath>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -137,6 +138,13 @@ std::vector<LateLane> Parameter::late_lanes() const {
   return lanes;
 }
 
+void Parameter::count(const SideNorms& sides) {
+  const auto elements = [&](int64_t columns) { return static_cast<double>(shape_.rows * columns); };
+  vote_.selected += std::sqrt(sides.selected / elements(block_.width));
+  vote_.deferred += std::sqrt(sides.deferred / elements(slots()));
+  ++vote_.count;
+}
+
 std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead) {
   closes_window = closes_window && window_.count > 0;
   if (!closes_window && (open_lanes_.empty() || !context_.settings.stream)) return std::nullopt;
@@ -158,6 +166,7 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
   if (!closes_window) return job;
 
   const Window window = std::exchange(window_, {});
+  vote_ = {};
   job.closes_window = true;
   job.gradient_count = window.count;
   if (!context_.settings.mean) {

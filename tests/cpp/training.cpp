@@ -95,6 +95,8 @@ Script random_script(uint64_t seed, int events) {
   script.warm_up = random.chance(30) ? random.between(1, 3) : 0;
   script.max_grad_norm = random.chance(40) ? random.one_of({1.0, 1e4}) : 0.0;
   script.hashes_steps = random.chance(40);
+  s.automatic = s.update_delay <= 1 && random.chance(40);
+  script.vote_share = random.one_of({0.3, 0.6, 1.0});
   const int late = static_cast<int>(random.between(0, 7));  // parameter 3 has no gradient before this event
   for (int i = 0; i < events; ++i) {
     Event e{random.chance(65) ? Act::kStep
@@ -249,7 +251,8 @@ StepPlan Training::plan() const {
   plan.warm_up = step <= script_.warm_up;
   const bool starts_window = !plan.warm_up && clock.window_step == 0;
   plan.selects = starts_window && (clock.last_selection == 0 || step - clock.last_selection >= script_.select_interval);
-  plan.ends_window = plan.warm_up || clock.window_step + 1 >= script_.settings.update_interval;
+  plan.ends_window = plan.warm_up || clock.window_step + 1 >= script_.settings.update_interval ||
+                     (script_.settings.automatic && engine_->votes_to_end_window(script_.vote_share));
   plan.max_grad_norm = script_.max_grad_norm;
   return plan;
 }
@@ -337,6 +340,7 @@ void Training::step(const Event& event) {
 
 // What backward does in hook mode, with gradients that come back and go again now and then.
 void Training::stage(std::vector<Operand>& operands, const StepPlan& plan, Random random) {
+  const bool measures = plan.max_grad_norm > 0 || script_.settings.automatic;
   const bool publishes = engine_->clock().publish_at == engine_->clock().step + 1 && !plan.selects && !plan.warm_up;
   for (Operand& o : operands) {
     Parameter& p = *o.parameter;
@@ -346,7 +350,7 @@ void Training::stage(std::vector<Operand>& operands, const StepPlan& plan, Rando
                        })->index;
     std::vector<Operand> one{o};
     do {
-      call(one, [&](std::span<const Operand> operand) { engine_->stage(operand[0], plan, plan.max_grad_norm > 0); });
+      call(one, [&](std::span<const Operand> operand) { engine_->stage(operand[0], plan, measures); });
       one = {o};
       if (!random.chance(20)) break;
       std::vector<char> back(static_cast<size_t>(p.shape().count() * item_size(o.gradient.dtype())));
@@ -375,7 +379,7 @@ Training::Exported Training::export_state(const Tensor& t) {
   e.selected = std::make_unique<bool[]>(columns);
   engine_->export_state(t.index, e.view());
   e.selected_count = std::count(e.selected.get(), e.selected.get() + columns, true);
-  e.clock = {p.steps(), p.has_selection(), p.in_flight(), p.window()};
+  e.clock = {p.steps(), p.has_selection(), p.in_flight(), p.window(), engine_->vote(t.index)};
   return e;
 }
 
@@ -457,7 +461,11 @@ uint64_t Training::exported_digest() {
     for (int64_t c = 0; c < t.columns(); ++c) digest.add(e.selected[static_cast<size_t>(c)]);
     for (int32_t steps : e.column_steps) digest.add(static_cast<uint64_t>(steps));
     for (int64_t n : {e.clock.steps, e.clock.window.count}) digest.add(static_cast<uint64_t>(n));
-    for (double d : {e.clock.window.lr_sum, e.clock.window.keep}) digest.add(__builtin_bit_cast(uint64_t, d));
+    const Vote& vote = e.clock.vote;
+    digest.add(static_cast<uint64_t>(vote.count));
+    for (double d : {e.clock.window.lr_sum, e.clock.window.keep, vote.selected, vote.deferred}) {
+      digest.add(std::isnan(d) ? 0 : __builtin_bit_cast(uint64_t, d));
+    }
   }
   return digest.value();
 }

@@ -32,6 +32,7 @@ struct Event {
 struct Script {
   zenflow::Settings settings;
   int64_t select_interval = 4, warm_up = 0;
+  double vote_share = 1;  // that ends an automatic window
   double max_grad_norm = 0;
   bool hashes_steps = false;  // compares state right after steps; then every edit is tracked
   std::vector<Event> events;

@@ -21,21 +21,22 @@ namespace {
 
 constexpr const char* kDeleted = "ZENFLOW_TEST_DELETED_WAIT";  // "file:line,producer,producer ..."
 
-// Trainings in which every wait is made: clipped and not, with edits, saves, staged gradients, small chunks.
+// Trainings in which every wait is made: clipped and not, with edits, saves, votes, staged gradients, small chunks.
 struct Scenario {
   uint64_t seed;
-  bool stages, stream, clips;
+  bool stages, stream, clips, votes;
   zenflow::TransferSizes sizes;
 };
-const Scenario kScenarios[] = {{1, false, false, true, {4096, 2}},
-                               {33, true, true, true, {4096, 3}},
-                               {34, true, false, false, {1 << 14, 2}},
-                               {5, false, true, false, {1 << 20, 1}}};
+const Scenario kScenarios[] = {{1, false, false, true, false, {4096, 2}},
+                               {33, true, true, true, true, {4096, 3}},
+                               {34, true, false, false, true, {1 << 14, 2}},
+                               {5, false, true, false, false, {1 << 20, 1}}};
 
 bool trains_like_the_cpu(const Scenario& s) {
   Script script = random_script(s.seed, 24);
   script.settings.update_interval = 3;  // so that lanes stay open over some steps
   script.settings.update_delay = 1;
+  script.settings.automatic = s.votes;
   script.select_interval = 6;
   script.max_grad_norm = s.clips ? 1.0 : 0.0;
   script.hashes_steps = true;

@@ -44,6 +44,14 @@ double squared_by_definition(const std::vector<float>& norms) {
   return total;
 }
 
+// ... of the columns on one side.
+double squared_by_definition(std::vector<float> norms, const std::vector<int32_t>& place, bool selected) {
+  for (size_t c = 0; c < norms.size(); ++c) {
+    if ((place[c] < 0) != selected) norms[c] = 0;
+  }
+  return squared_by_definition(norms);
+}
+
 bool same(double a, double b) {
   return a == b || (std::isnan(a) && std::isnan(b));
 }
@@ -111,6 +119,33 @@ TEST(column_norms_of_more_tasks_than_a_launch_holds) {
   gradients.check();
   column_norms({}, nullptr, test_stream());
   squared_norms({}, nullptr, test_stream());
+}
+
+TEST(norms_of_either_side) {
+  Random random(6);
+  std::vector<std::vector<float>> norms;
+  std::vector<std::vector<int32_t>> places;
+  std::deque<DeviceElements> norms_there;
+  std::deque<DeviceArray<int32_t>> places_there;
+  DeviceArray<double> sides(std::vector<double>(2 * 300, -1.0));
+  std::vector<SideTask> tasks;
+  for (int t = 0; t < 300; ++t) {
+    const auto columns = static_cast<size_t>(t < 290 ? random.between(0, 600) : random.between(600, 70000));
+    norms.emplace_back(columns);
+    for (float& norm : norms.back()) norm = random.chance(2) ? INFINITY : random.uniform() * random.uniform();
+    places.emplace_back(columns);
+    for (int32_t& place : places.back()) place = static_cast<int32_t>(random.between(-5, 5));
+    norms_there.emplace_back(floats(norms.back()), random.between(0, 3));
+    places_there.emplace_back(places.back());
+    tasks.push_back(
+        {norms_there.back().floats(), places_there.back().data(), static_cast<int64_t>(columns), sides.data() + 2 * t});
+  }
+  side_norms(tasks, test_stream());
+  const std::vector<double> sums = sides.read();
+  for (size_t t = 0; t < 300; ++t) {
+    CHECK(same(sums[2 * t], squared_by_definition(norms[t], places[t], true)));
+    CHECK(same(sums[2 * t + 1], squared_by_definition(norms[t], places[t], false)));
+  }
 }
 
 TEST(clip_coefficients) {

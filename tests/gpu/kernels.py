@@ -90,6 +90,15 @@ def squared_norms(gradients, norms, squared, stream):
     _C.kernels.squared_norms(tasks=_norm_tasks(gradients, norms), squared=_address(squared), stream=stream)
 
 
+def side_norms(norms, places, sides, stream):
+    """sides[t] = sums of norms[t] where places[t] is negative, and where it is not, fp64."""
+    tasks = [
+        {"norms": _address(n), "place": _address(p), "columns": n.numel(), "sides": _address(s)}
+        for n, p, s in zip(norms, places, sides, strict=True)
+    ]
+    _C.kernels.side_norms(tasks=tasks, stream=stream)
+
+
 def clip_coefficient(squared, max_norm, norm, coefficient, stream):
     _C.kernels.clip_coefficient(
         squared=_address(squared),

@@ -111,6 +111,23 @@ def test_squared_norms_and_the_clipping_coefficient(machine, seed):
     assert_same(machine.get(coefficient), fp32([clipped]), "coefficient")
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_norms_of_either_side(machine, seed):
+    dice = Dice(seed)
+    rows = [dice.matrix((dice.choice([0, 1, 5, 256, 600]),), FP32, wild=seed == 0).square() for _ in range(40)]
+    places = [(dice.matrix(row.shape, FP32) * 10).int() for row in rows]
+    norms, there = [machine.put(row) for row in rows], [machine.put(place) for place in places]
+    sides = machine.empty(len(rows), 2, dtype=torch.float64)
+    kernels.side_norms(norms, there, list(sides), machine.stream)
+
+    def side(row, mask):
+        row = torch.where(mask, row, 0)
+        return added([added(row[i::256].tolist()) for i in range(256)])
+
+    expected = [[side(r, p < 0), side(r, p >= 0)] for r, p in zip(rows, places, strict=True)]
+    assert_doubles(machine.get(sides), torch.tensor(expected, dtype=torch.float64))
+
+
 def assert_doubles(actual, expected):
     assert ((actual == expected) | (actual.isnan() & expected.isnan())).all(), (actual, expected)
 
