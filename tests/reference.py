@@ -84,12 +84,20 @@ def column_norms(gradient):
     return total
 
 
-def squared_norm(gradient):
-    """A gradient's squared norm in double: 256 interleaved sums of its columns', then their sum."""
+def squared_norm(gradient, mask=None):
+    """A gradient's squared norm in double, or that of the columns in `mask`: 256 interleaved sums of its columns', then
+    their sum."""
     sums = [0.0] * 256
     for j, norm in enumerate(column_norms(as_matrix(gradient).float()).tolist()):
-        sums[j % 256] += norm
+        if mask is None or mask[j]:
+            sums[j % 256] += norm
     return added(sums)
+
+
+def root_mean_square(gradient, mask):
+    """Of the columns in `mask`, in double."""
+    rows = as_matrix(gradient).shape[0]
+    return math.sqrt(squared_norm(gradient, mask) / (rows * int(mask.sum())))
 
 
 def added(numbers):
@@ -176,6 +184,9 @@ class ReferenceZenFlow:
         update_interval=4,
         select_interval=None,
         update_delay=1,
+        auto_ratio=0.99,
+        max_update_interval=16,
+        steps_per_epoch=None,
         deferred_rule="adamw",
         lookahead="auto",
         full_warm_up_rounds=0,
@@ -193,8 +204,11 @@ class ReferenceZenFlow:
         self.param_groups = []
         for group in groups:
             self.add_param_group(group)
-        self.update_interval = update_interval
-        self.select_interval = 16 * update_interval if select_interval is None else select_interval
+        self.automatic = update_interval == "auto"
+        self.update_interval = max_update_interval if self.automatic else update_interval
+        self.auto_ratio = auto_ratio
+        self.select_interval = 16 * self.update_interval if select_interval is None else select_interval
+        self.steps_per_epoch = steps_per_epoch
         self.update_delay = update_delay
         self.rule = deferred_rule
         self.lookahead = float(update_delay if lookahead == "auto" else lookahead)
@@ -204,6 +218,7 @@ class ReferenceZenFlow:
         self.state: dict[torch.Tensor, ParameterState] = {}
         self.steps = 0
         self.position = 0  # steps of the open window so far
+        self.sides = {}  # of its steps but the last: [(selected, deferred)] root mean square gradients by parameter
         self.last_select = None  # number of the last selection step
         self.due = None  # number of the step that makes the update in flight visible
 
@@ -224,7 +239,8 @@ class ReferenceZenFlow:
         gradients = self._gradients()
 
         selecting = not warm and self.position == 0
-        selecting &= self.last_select is None or s - self.last_select >= self.select_interval
+        selecting &= self.last_select is None or self._selection_is_due(s)
+        voted_to_end = self.automatic and self._vote()
         if selecting:
             self._publish()
             self.last_select = s
@@ -240,12 +256,15 @@ class ReferenceZenFlow:
                 state.selected = largest(column_norms(as_matrix(p.grad).float()), group["topk_ratio"])
             self._update_now(p, state.selected, gradient)
             state.window.append(gradient)
+            if self.automatic and state.selected.any() and state.deferred.any():
+                sides = root_mean_square(p.grad, state.selected), root_mean_square(p.grad, state.deferred)
+                self.sides.setdefault(p, []).append(sides)
 
         if s == self.due:
             self._publish()
         if not warm:
             self.position += 1
-        if self.position == self.update_interval:
+        if self.position == self.update_interval or voted_to_end:
             self._close_window()
             self.due = s + self.update_delay
             if self.update_delay == 0:
@@ -315,6 +334,19 @@ class ReferenceZenFlow:
 
     # One verb each
 
+    def _selection_is_due(self, s):
+        if self.select_interval == "epoch":
+            return (s - 1) // self.steps_per_epoch != (self.last_select - 1) // self.steps_per_epoch
+        return s - self.last_select >= self.select_interval
+
+    def _vote(self):
+        """Whether enough parameters want the open window to end with the coming step."""
+        votes = 0
+        for sides in self.sides.values():
+            selected, deferred = added(q for q, _ in sides), added(r for _, r in sides)
+            votes += deferred >= selected / len(sides)
+        return bool(self.sides) and votes >= self.auto_ratio * len(self.sides)
+
     def _splits(self, p, group):
         return p.dim() >= 2 and p.numel() >= self.min_offload_numel and group["split"]
 
@@ -381,6 +413,7 @@ class ReferenceZenFlow:
                 state.in_flight = True
                 state.window = []
         self.position = 0
+        self.sides = {}
 
     @staticmethod
     def _mean(gradients):

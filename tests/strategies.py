@@ -191,11 +191,22 @@ BETAS = st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.3, 0.5), (0.0, 0.9), (0.5
 def schedules(draw):
     interval = draw(st.integers(1, 5))
     windows = draw(st.sampled_from([1, 1, 2, 3, None]))
-    return {
-        "topk_ratio": draw(RATIOS),
+    schedule = {
         "update_interval": interval,
         "select_interval": None if windows is None else windows * interval,
         "update_delay": draw(st.integers(0, interval)),
+    }
+    if draw(st.integers(0, 3)) == 0:
+        schedule |= {
+            "update_interval": "auto",
+            "max_update_interval": interval,
+            "auto_ratio": draw(st.sampled_from([0.99, 0.5, 1.0])),
+            "update_delay": draw(st.integers(0, 1)),
+        }
+    if draw(st.integers(0, 7)) == 0:
+        schedule |= {"select_interval": "epoch", "steps_per_epoch": draw(st.integers(1, 9))}
+    return schedule | {
+        "topk_ratio": draw(RATIOS),
         "deferred_rule": draw(st.sampled_from(["adamw", "adamw", "mean"])),
         "lookahead": draw(st.sampled_from(["auto", "auto", 0, 1.0, 2.5])),
         "full_warm_up_rounds": draw(st.sampled_from([0, 0, 1, 3])),

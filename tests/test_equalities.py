@@ -134,7 +134,7 @@ def test_200_steps_of_a_synchronous_schedule_stay_adamws(schedule):
 @given(runs(kinds=ORDINARY, actions=WITHOUT_EDITS), st.integers(1, 4), st.integers(0, 4))
 def test_all_columns_selected_is_the_synchronous_schedule_bit_for_bit(run, interval, delay):
     run = replace(run, groups=tuple({k: v for k, v in g.items() if k != "topk_ratio"} for g in run.groups))
-    common = {"full_warm_up_rounds": 0, "select_interval": None}
+    common = {"full_warm_up_rounds": 0, "select_interval": None, "steps_per_epoch": None}
     deferring = {"topk_ratio": 1.0, "update_interval": interval, "update_delay": min(delay, interval)}
     _, ours, _ = play(run, **common, **deferring)
     _, synchronous, _ = play(run, **common, **EVERY_STEP, topk_ratio=0.3, lookahead=0)
@@ -173,7 +173,7 @@ def test_nothing_selected_one_step_late_is_adamw_one_step_late():
 @given(runs(actions=WITHOUT_EDITS))
 def test_moments_of_any_schedule_are_those_of_adamw_at_every_step(run):
     _, _, deferred = play(run, deferred_rule="adamw")
-    common = {"deferred_rule": "adamw", "full_warm_up_rounds": 0, "select_interval": None}
+    common = {"deferred_rule": "adamw", "full_warm_up_rounds": 0, "select_interval": None, "steps_per_epoch": None}
     _, _, immediate = play(run, **common, **EVERY_STEP)
     deferred, immediate = saved_state(deferred), saved_state(immediate)
     assert deferred.keys() == immediate.keys()

@@ -47,8 +47,6 @@ SMALL = {"min_offload_numel": 0, "lr": 1e-2, "num_threads": 1}
         ({"topk_ratio": 1.5}, r"topk_ratio must be in \[0, 1\], got 1.5"),
         ({"update_interval": 0}, "update_interval must be an integer >= 1, got 0"),
         ({"update_interval": 2.5}, "update_interval must be an integer >= 1, got 2.5"),
-        ({"update_interval": "auto"}, "not available yet"),
-        ({"update_delay": "auto"}, "not available yet"),
         ({"update_delay": 5}, "update_delay=5 with update_interval=4"),
         ({"select_interval": 6}, "select_interval=6 with update_interval=4"),
         ({"deferred_rule": "sum"}, "deferred_rule must be one of 'adamw', 'mean', got 'sum'"),

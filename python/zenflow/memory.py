@@ -8,7 +8,7 @@ from zenflow.tensors import matrix_shape
 
 def lane_count(settings, stream):
     """Lanes of gradients per parameter: of one window (or step, streaming) and of steps with an update in flight."""
-    return (1 if stream else settings.update_interval) + settings.update_delay
+    return (1 if stream else settings.longest_interval) + settings.update_delay
 
 
 def host_bytes(p, split, topk_ratio, settings, stream):
@@ -23,6 +23,12 @@ def host_bytes(p, split, topk_ratio, settings, stream):
     windowed = deferred * (fixed + total + lane_count(settings, stream) * item)
     warm_up = rows * columns * (fixed + total + item) if settings.full_warm_up_rounds else 0
     return max(windowed, warm_up)
+
+
+def growth_fits(parameters, settings, other, stream):
+    """Whether the host has the memory for a change from `settings` to `other`; parameters as below."""
+    growth = sum(host_bytes(*entry, other, stream) - host_bytes(*entry, settings, stream) for entry in parameters)
+    return growth <= _C.available_host_bytes()
 
 
 def device_bytes(p, split, topk_ratio):

@@ -29,11 +29,11 @@ class GradientOffload:
         optimizer: a ZenFlowOptimizer, whose settings and groups are read.
     """
 
-    def __init__(self, optimizer, settings):
+    def __init__(self, optimizer):
         self._optimizer = weakref.ref(optimizer)
-        self._settings = settings
+        settings = self._settings
         self._batches = MicroBatches(settings.gradient_accumulation_steps)
-        self._measures = settings.max_grad_norm is not None or settings.skip_nonfinite
+        self._measures = settings.max_grad_norm is not None or settings.skip_nonfinite or settings.automatic
         self._hooks = {}  # by parameter
         self._followed = None  # what they were made for
         self._staged = {}  # by parameter, weakly: what the engine holds since the last step
@@ -44,6 +44,10 @@ class GradientOffload:
         self._warn = _Warning()
         self._lock = threading.RLock()  # a GPU's backward has a thread of its own
         weakref.finalize(self, _remove, self._hooks).atexit = False
+
+    @property
+    def _settings(self):
+        return self._optimizer()._settings  # they change where a schedule is measured
 
     # What the optimizer calls
 

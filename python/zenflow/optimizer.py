@@ -11,14 +11,16 @@ import contextlib
 import copy
 import functools
 import inspect
+import time
 import warnings
 import weakref
 
 import torch
 from torch.optim import Optimizer
 
-from zenflow import _C, deepspeed_config, devices
+from zenflow import _C, deepspeed_config, devices, memory
 from zenflow import state as canonical
+from zenflow.fit import ScheduleFit
 from zenflow.masters import named_weights, without_master
 from zenflow.offload import GradientOffload
 from zenflow.offloaded_gradient import OffloadedGradient
@@ -68,10 +70,16 @@ class ZenFlowOptimizer(Optimizer):
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW; per group.
         topk_ratio: share of the columns that are selected, in [0, 1]; per group. A group with `split=False` is never
             split; that is read at a parameter's first gradient.
-        update_interval: steps in a window, from one host update to the next.
-        select_interval: steps between selections, a multiple of update_interval; None means 16 windows.
+        update_interval: steps in a window, from one host update to the next. "auto": a window ends when the deferred
+            gradients have added up to a selected column's; "fit": measured in some 40 steps, with update_delay, to be
+            the smallest that hides the host update; then it stays, and is saved.
+        select_interval: steps between selections, a multiple of update_interval; None means 16 windows. "epoch": once
+            in `steps_per_epoch` steps.
         update_delay: steps from the end of a window until its update is visible, at most update_interval; 0 is
-            synchronous.
+            synchronous. None means 1, "auto" is measured.
+        auto_ratio: with update_interval="auto", the share of the parameters that must agree.
+        max_update_interval: the longest window of "auto" and "fit".
+        steps_per_epoch: calls of step() in an epoch, for select_interval="epoch".
         deferred_rule: "adamw" keeps exactly AdamW's moments; "mean" is the published rule, one update with the mean
             gradient.
         lookahead: deferred weights are written as they are expected to be this many steps later; "auto" is
@@ -110,7 +118,10 @@ class ZenFlowOptimizer(Optimizer):
         topk_ratio=0.1,
         update_interval=4,
         select_interval=None,
-        update_delay=1,
+        update_delay=None,
+        auto_ratio=0.99,
+        max_update_interval=16,
+        steps_per_epoch=None,
         deferred_rule="adamw",
         lookahead="auto",
         full_warm_up_rounds=0,
@@ -128,10 +139,13 @@ class ZenFlowOptimizer(Optimizer):
         reject_unsupported(unsupported, inspect.signature(ZenFlowOptimizer).parameters)
         if isinstance(params, torch.nn.Module):
             raise TypeError("params is a model: pass model.parameters()")
-        self._settings = Settings(
+        settings = Settings(
             update_interval=update_interval,
             select_interval=select_interval,
             update_delay=update_delay,
+            auto_ratio=auto_ratio,
+            max_update_interval=max_update_interval,
+            steps_per_epoch=steps_per_epoch,
             deferred_rule=deferred_rule,
             lookahead=lookahead,
             full_warm_up_rounds=full_warm_up_rounds,
@@ -154,7 +168,7 @@ class ZenFlowOptimizer(Optimizer):
             "split": True,
         }
         check_group(defaults)
-        self._clear()
+        self._start(settings)
         super().__init__(params, defaults)
 
     @classmethod
@@ -210,7 +224,7 @@ class ZenFlowOptimizer(Optimizer):
                 range. Nothing has changed then.
             MemoryError: the host does not have the memory for the state.
         """
-        loss = None
+        loss, began = None, time.perf_counter()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -234,13 +248,15 @@ class ZenFlowOptimizer(Optimizer):
         self._follow_changes()
         self._make_room(parameters)
         parameters += self._without_gradient(parameters)
-        plan = self._settings.plan(self._store.engine.clock)
+        plan = self._plan()
         if self._offload:
             parameters = self._offload.fit(parameters, plan, self._store)
         self._lend_blocks(parameters, plan)
         self._commit(parameters, plan)
         if self._offload:
             self._offload.taken()
+        if self._fit and not plan.warm_up:
+            self._measure(began, plan)
         return loss
 
     def _validated_gradients(self):
@@ -287,6 +303,14 @@ class ZenFlowOptimizer(Optimizer):
         self._open_store()
         return self._store
 
+    def _plan(self):
+        """What this step does. A window of automatic length ends by the norms of the steps before this one."""
+        engine, settings = self._store.engine, self._settings
+        if not settings.automatic:
+            return settings.plan(engine.clock)
+        self._store.use_current_streams()
+        return settings.plan(engine.clock, engine.votes_to_end_window(settings.auto_ratio))
+
     def _lend_blocks(self, parameters, plan):
         """Memory for selected columns where this step selects: at its time, or at a parameter's first gradient."""
         if plan.warm_up:
@@ -330,6 +354,18 @@ class ZenFlowOptimizer(Optimizer):
             self._store.engine.commit(rows, groups, plan.warm_up, plan.selects, plan.ends_window, clip)
             mark_written(written, seen, records)
         self._store.warn_of_pageable_memory()
+
+    def _measure(self, began, plan):
+        """Where the schedule is measured: counts this step, and goes on under another one if that is due."""
+        if self._fit.chosen:
+            return
+        store, stream = self._store, self._store.host_buffer == "stream"
+
+        def fits(settings):
+            return memory.growth_fits(self._layout(store.records), store.settings, settings, stream)
+
+        if self._fit.observe(began, store.engine.report(), plan.ends_window, fits):
+            self._follow_schedule()
 
     def zero_grad(self, set_to_none=True):
         """As in torch. With gradient_accumulation_steps, the next backward is the first of a step."""
@@ -389,7 +425,7 @@ class ZenFlowOptimizer(Optimizer):
 
     def stats(self):
         """Times, volumes and memory so far, as a `zenflow.stats.Stats`."""
-        return make_stats(self._settings, self._store, self._skipped_steps)
+        return make_stats(self._settings, self._store, self._skipped_steps, self._fit)
 
     # Checkpoints
 
@@ -467,12 +503,11 @@ class ZenFlowOptimizer(Optimizer):
 
     def __getstate__(self):
         states, groups = self._canonical_state()
-        return {"defaults": self.defaults, "state": states, "param_groups": groups, "_settings": self._settings}
+        return {"defaults": self.defaults, "state": states, "param_groups": groups, "_settings": self._requested}
 
     @torch.no_grad()
     def __setstate__(self, state):
-        self._settings = state["_settings"]
-        self._clear()
+        self._start(state["_settings"])
         super().__setstate__({**state, "state": collections.defaultdict(dict)})
         if self._offload:
             self._offload.follow()
@@ -490,7 +525,8 @@ class ZenFlowOptimizer(Optimizer):
             return users, list(self.param_groups)
         held = {p for group in self.param_groups for p in group["params"]}
         states = {p: state for p, state in self._store.export_states().items() if p in held}
-        scalars = canonical.schedule_scalars(self._store.settings, self._store.engine.clock)
+        fitted = self._fit is not None and self._fit.chosen
+        scalars = canonical.schedule_scalars(self._store.settings, self._store.engine.clock, fitted)
         for state in states.values():
             state["schedule"] = canonical.schedule_tensor(scalars)
         return states | users, [{**group, **scalars} for group in self.param_groups]
@@ -502,23 +538,24 @@ class ZenFlowOptimizer(Optimizer):
         """
         scalars = canonical.take_scalars(saved_groups, states)
         groups = canonical.merge_groups(self.param_groups, saved_groups)
-        store, outdated = None, False
+        store, outdated, fit = None, False, self._new_fit(scalars)
         if scalars or states:
-            settings = canonical.saved_settings(self._settings, scalars)
+            wanted = fit.settings if fit else self._requested
+            settings = canonical.saved_settings(wanted, scalars)
             layout = self._layout(states, canonical.saved_layouts(groups, saved_groups), settings)
             layout = [(p, split or canonical.has_selection(states[p]), ratio) for p, split, ratio in layout]
             clock = canonical.saved_clock(states, scalars)
             store = self._filled_store(settings, states, layout, clock, groups, keep_selection=True)
-            outdated = settings is not self._settings or layout != self._layout(states)
-        self._take_over(store, groups, outdated)
+            outdated = settings is not wanted or layout != self._layout(states, settings=wanted)
+        self._take_over(store, groups, outdated, fit)
 
-    def _take_over(self, store, groups, outdated):
+    def _take_over(self, store, groups, outdated, fit):
         state = store.state if store else collections.defaultdict(dict)
         if self._offload:
             self._offload.bring_back()  # now, so that the old store can go
         # No call between these: an interrupt falls before all of them or after.
         self._store, self.state, self.param_groups = store, state, groups
-        self._outdated, self._owes_training = outdated, False
+        self._outdated, self._owes_training, self._fit = outdated, False, fit
 
     @torch.no_grad()
     def _follow_changes(self):
@@ -543,7 +580,15 @@ class ZenFlowOptimizer(Optimizer):
             states, clock = self._store.export_states(), (self._store.engine.clock[0], 0, 0, 0)
             layout = self._layout(states)
             store = self._filled_store(self._settings, states, layout, clock, self.param_groups, keep_selection=False)
-            self._take_over(store, self.param_groups, outdated=False)
+            self._take_over(store, self.param_groups, outdated=False, fit=self._fit)
+        if self._fit:
+            self._follow_schedule()
+
+    def _follow_schedule(self):
+        if self._store.settings is not self._settings:
+            if self._offload:
+                self._offload.bring_back()
+            self._store.follow_schedule(self._settings)
 
     def _look_for_lost_state(self):
         """Parameters whose state the user deleted from `state`. Drops the state of tensors that no group holds any more
@@ -599,9 +644,25 @@ class ZenFlowOptimizer(Optimizer):
                 "training goes on from: leave the block first"
             )
 
-    def _clear(self):
+    @property
+    def _settings(self):
+        """Those in force."""
+        return self._fit.settings if self._fit else self._requested
+
+    def _new_fit(self, scalars):
+        """The measuring of the schedule, if that is asked for: from its start, or as a checkpoint has chosen."""
+        if not self._requested.measured:
+            return None
+        fit = ScheduleFit(self._requested)
+        if scalars.get("fitted"):
+            fit.keep(int(scalars["update_interval"]), int(scalars["update_delay"]))
+        return fit
+
+    def _start(self, settings):
         self._itself = weakref.ref(self)
-        self._offload = GradientOffload(self, self._settings) if self._settings.offload_gradients else None
+        self._requested = settings
+        self._fit = self._new_fit({})
+        self._offload = GradientOffload(self) if settings.offload_gradients else None
         self._store = None  # until the first step
         self._outdated = False  # whether the store runs under a checkpoint's schedule
         self._shows_settled = False  # inside settled()

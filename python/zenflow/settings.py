@@ -81,11 +81,15 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings that hold for the whole optimizer. `select_interval` and `lookahead` are resolved."""
+    """The settings that hold for the whole optimizer. What depends on the schedule is resolved, unless that is
+    measured: then `with_schedule` gives the settings that can be trained with."""
 
-    update_interval: int = 4
-    select_interval: int | None = None
-    update_delay: int = 1
+    update_interval: int | str = 4
+    select_interval: int | str | None = None
+    update_delay: int | str | None = None
+    auto_ratio: float = 0.99
+    max_update_interval: int = 16
+    steps_per_epoch: int | None = None
     deferred_rule: str = "adamw"
     lookahead: float | str = "auto"
     full_warm_up_rounds: int = 0
@@ -99,29 +103,14 @@ class Settings:
     gradient_accumulation_steps: int | None = None
 
     def __post_init__(self):
-        for name in ("update_interval", "update_delay"):
-            if getattr(self, name) == "auto":
-                raise ValueError(f'{name}="auto" is not available yet: give a number of steps')
-        _check_integer("update_interval", self.update_interval, 1)
-        _check_integer("update_delay", self.update_delay, 0)
-        if self.update_delay > self.update_interval:
-            raise ValueError(
-                f"update_delay must be at most update_interval, got update_delay={self.update_delay} "
-                f"with update_interval={self.update_interval}"
-            )
-        if self.select_interval is None:
-            object.__setattr__(self, "select_interval", 16 * self.update_interval)
-        _check_integer("select_interval", self.select_interval, 1)
-        if self.select_interval % self.update_interval:
-            raise ValueError(
-                f"select_interval must be a multiple of update_interval, got "
-                f"select_interval={self.select_interval} with update_interval={self.update_interval}"
-            )
+        self._check_schedule()
+        self._check_selection()
         _check_choice("deferred_rule", self.deferred_rule, ("adamw", "mean"))
         _check_choice("host_buffer", self.host_buffer, ("auto", "ring", "stream"))
         if self.lookahead == "auto":
-            object.__setattr__(self, "lookahead", float(self.update_delay))
-        if not _is_number(self.lookahead) or not 0.0 <= self.lookahead < math.inf:
+            if not self.measured:
+                object.__setattr__(self, "lookahead", float(self.update_delay))
+        elif not _is_number(self.lookahead) or not 0.0 <= self.lookahead < math.inf:
             raise ValueError(f'lookahead must be "auto" or a number of steps >= 0, got {self.lookahead!r}')
         _check_integer("full_warm_up_rounds", self.full_warm_up_rounds, 0)
         norm = self.max_grad_norm
@@ -139,20 +128,101 @@ class Settings:
         if not _is_number(share) or not 0.0 <= share <= 1.0:
             raise ValueError(f"pt_reserved_cores_perc must be in [0, 1], got {share!r}")
 
-    def plan(self, clock):
+    def _check_schedule(self):
+        _check_integer("max_update_interval", self.max_update_interval, 1)
+        if not _is_number(self.auto_ratio) or not 0.0 < self.auto_ratio <= 1.0:
+            raise ValueError(f"auto_ratio must be in (0, 1], got {self.auto_ratio!r}")
+        if isinstance(self.update_interval, str):
+            _check_choice("update_interval", self.update_interval, ("auto", "fit"), "an integer >= 1")
+        else:
+            _check_integer("update_interval", self.update_interval, 1)
+        if self.update_delay is None:
+            object.__setattr__(self, "update_delay", "auto" if self.update_interval == "fit" else 1)
+        if isinstance(self.update_delay, str):
+            _check_choice("update_delay", self.update_delay, ("auto",), "an integer >= 0")
+        else:
+            _check_integer("update_delay", self.update_delay, 0)
+        if self.update_interval == "fit" and self.update_delay != "auto":
+            raise ValueError(
+                f'update_interval="fit" chooses update_delay too, got update_delay={self.update_delay}: leave it out, '
+                "or give both as numbers"
+            )
+        if self.automatic and self.update_delay not in (0, 1):
+            raise ValueError(f'update_delay must be 0 or 1 with update_interval="auto", got {self.update_delay!r}')
+        if not self.measured and self.update_delay > self.longest_interval:
+            raise ValueError(
+                f"update_delay must be at most update_interval, got update_delay={self.update_delay} "
+                f"with update_interval={self.update_interval}"
+            )
+
+    def _check_selection(self):
+        if self.select_interval == "epoch":
+            if self.steps_per_epoch is None:
+                raise ValueError(
+                    'select_interval="epoch" needs steps_per_epoch: how often step() is called in an epoch'
+                )
+            _check_integer("steps_per_epoch", self.steps_per_epoch, 1)
+            return
+        if self.steps_per_epoch is not None:
+            raise ValueError(
+                f'steps_per_epoch is for select_interval="epoch", got select_interval={self.select_interval!r}'
+            )
+        if self.select_interval is None:
+            if self.measured:
+                return
+            object.__setattr__(self, "select_interval", 16 * self.longest_interval)
+        if isinstance(self.select_interval, str):
+            _check_choice("select_interval", self.select_interval, ("epoch",), "an integer >= 1")
+        _check_integer("select_interval", self.select_interval, 1)
+        if isinstance(self.update_interval, numbers.Integral) and self.select_interval % self.update_interval:
+            raise ValueError(
+                f"select_interval must be a multiple of update_interval, got "
+                f"select_interval={self.select_interval} with update_interval={self.update_interval}"
+            )
+
+    @property
+    def automatic(self):
+        """Whether gradients decide where a window ends."""
+        return isinstance(self.update_interval, str) and self.update_interval == "auto"
+
+    @property
+    def measured(self):
+        """Whether the schedule is yet to be measured (zenflow.fit)."""
+        return self.update_interval == "fit" or self.update_delay == "auto"
+
+    @property
+    def longest_interval(self):
+        """Steps in the longest window that there can be."""
+        return self.max_update_interval if isinstance(self.update_interval, str) else self.update_interval
+
+    def with_schedule(self, update_interval, update_delay):
+        """The same with numbers in place of what is measured. Selections wait for the next window's begin."""
+        interval = self.select_interval
+        if isinstance(interval, numbers.Integral):
+            interval = -(-interval // update_interval) * update_interval
+        return dataclasses.replace(
+            self, update_interval=update_interval, update_delay=update_delay, select_interval=interval
+        )
+
+    def plan(self, clock, votes_to_end=False):
         """What the step after `clock` does (docs/design.md, "Step and window", "Selection", "Visibility").
 
         clock: (steps so far, of them in the open window, step of the last selection or 0, step of the next
-            publication or 0).
+            publication or 0). votes_to_end: whether an automatic window ends here by its parameters' votes.
         """
         steps, window_step, last_selection, publish_at = clock
         step = steps + 1
         warm_up = step <= self.full_warm_up_rounds
         starts_window = not warm_up and window_step == 0
-        selects = starts_window and (last_selection == 0 or step - last_selection >= self.select_interval)
-        ends_window = warm_up or window_step + 1 >= self.update_interval
+        selects = starts_window and (last_selection == 0 or self._selection_is_due(step, last_selection))
+        ends_window = warm_up or votes_to_end or window_step + 1 >= self.longest_interval
         at_once = ends_window and (warm_up or self.update_delay == 0)
         return Plan(step, warm_up, selects, ends_window, selects or at_once or publish_at == step)
+
+    def _selection_is_due(self, step, last_selection):
+        if self.select_interval == "epoch":
+            return (step - 1) // self.steps_per_epoch > (last_selection - 1) // self.steps_per_epoch
+        return step - last_selection >= self.select_interval
 
 
 def selected_count(topk_ratio, columns):
@@ -173,6 +243,7 @@ def _check_integer(name, value, least):
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
 
 
-def _check_choice(name, value, choices):
+def _check_choice(name, value, choices, or_else=None):
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        allowed = ", ".join([*([or_else] if or_else else []), *map(repr, choices)])
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")

@@ -5,9 +5,11 @@ Per parameter, full-shaped whatever the schedule, the host buffer and the step: 
 torch.optim.AdamW, with every received gradient folded in; `master`; `last_written` and `pending_output` in the
 parameter's dtype (what it holds, and what the window in flight will write); `selected` (columns) and `has_selection`
 (whether they were chosen yet); `window` (the open window: count, sum of learning rates, product of decays, and the last
-gradient's lr, betas, eps, weight_decay); for `deferred_rule="mean"` also `window_sum` and `column_steps`. Scalars of
-the schedule travel in every parameter group, under keys that begin with `zenflow_`; and once more in each parameter's
-`schedule`, since torch.distributed.checkpoint leaves out keys that the groups of a new optimizer do not have.
+gradient's lr, betas, eps, weight_decay); for `deferred_rule="mean"` also `window_sum` and `column_steps`, for
+`update_interval="auto"` also `vote` (sums of root mean square gradients, selected and deferred, and their count).
+Scalars of the schedule travel in every parameter group, under keys that begin with `zenflow_`; and once more in each
+parameter's `schedule`, since torch.distributed.checkpoint leaves out keys that the groups of a new optimizer do not
+have.
 
 Not for: reading or writing files.
 """
@@ -25,6 +27,7 @@ FORMAT = 1
 PREFIX = "zenflow_"
 ADAMW_ONLY = {*UNSUPPORTED_OPTIONS, "decoupled_weight_decay"}
 LAYOUT_KEYS = ("topk_ratio", "split")
+NO_VOTE = (0.0, 0.0, 0.0)
 NO_WINDOW = (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 SCHEDULE_BYTES = 1024  # of JSON and spaces: the same shape at every step
 ADAMW_NAMES = ("step", "exp_avg", "exp_avg_sq")
@@ -38,17 +41,20 @@ NAMES = (
     "window",
     "schedule",
 )
-MEAN_NAMES = (*NAMES, "window_sum", "column_steps")
+MEAN_NAMES = ("window_sum", "column_steps")
+AUTOMATIC_NAMES = ("vote",)
 
 
-def live_state(step, mean):
+def live_state(step, settings):
     """What stands in optimizer.state for a parameter: all names of its canonical state, and its step count."""
-    return {name: InStateDict(name) for name in (MEAN_NAMES if mean else NAMES)} | {"step": step}
+    mean = MEAN_NAMES if settings.deferred_rule == "mean" else ()
+    automatic = AUTOMATIC_NAMES if settings.automatic else ()
+    return {name: InStateDict(name) for name in (*NAMES, *mean, *automatic)} | {"step": step}
 
 
-def export_parameter(engine, record, mean):
+def export_parameter(engine, record, settings):
     """The canonical tensors of one parameter, newly made on the CPU; shares nothing with the live state."""
-    shape, dtype = record.shape, record.dtype
+    shape, dtype, mean = record.shape, record.dtype, settings.deferred_rule == "mean"
 
     def new(shape, dtype):
         return torch.empty(shape, dtype=dtype, device="cpu")  # whatever torch's defaults are
@@ -68,6 +74,8 @@ def export_parameter(engine, record, mean):
     state |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
     state["has_selection"] = torch.tensor(engine.has_selection(record.index), device="cpu")
     state["window"] = torch.tensor(engine.window(record.index), dtype=torch.float64, device="cpu")
+    if settings.automatic:
+        state["vote"] = torch.tensor(engine.vote(record.index), dtype=torch.float64, device="cpu")
     return state
 
 
@@ -97,9 +105,11 @@ def import_parameter(engine, record, p, state, *, mean, in_flight, has_selection
     if mean:
         counts = state.get("column_steps", torch.full((record.columns,), steps, device="cpu"))
         tensors["column_steps"] = counts.detach().to("cpu", torch.int32).contiguous()
-    window = state.get("window")
-    window = NO_WINDOW if window is None else tuple(window.to(torch.float64).tolist())
-    engine.import_state(record.index, addresses(tensors), steps, has_selection, in_flight, window)
+    window, vote = (
+        default if state.get(name) is None else tuple(state[name].to(torch.float64).tolist())
+        for name, default in (("window", NO_WINDOW), ("vote", NO_VOTE))
+    )
+    engine.import_state(record.index, addresses(tensors), steps, has_selection, in_flight, window, vote)
 
 
 def selected_mask(state, record):
@@ -195,7 +205,7 @@ def check_states(states, name):
             if key not in state:
                 raise ValueError(f"the state of {name(p)} lacks {key!r}: it is not from AdamW or ZenFlowOptimizer")
         columns = (matrix_shape(p.shape)[1],)
-        shapes = {"selected": columns, "column_steps": columns, "window": (len(NO_WINDOW),)}
+        shapes = {"selected": columns, "column_steps": columns, "window": (len(NO_WINDOW),), "vote": (len(NO_VOTE),)}
         shapes["schedule"] = (SCHEDULE_BYTES,)
         for key in ("exp_avg", "exp_avg_sq", "master", "last_written", "pending_output", "window_sum", *shapes):
             shape = shapes.get(key, tuple(p.shape))
@@ -220,15 +230,18 @@ def saved_settings(settings, scalars):
     """The settings that a checkpoint's open window was begun under; `settings` itself if they agree."""
     if not scalars:
         return settings
+    automatic, interval = bool(scalars["automatic"]), int(scalars["update_interval"])
     saved = {
-        "update_interval": int(scalars["update_interval"]),
+        "update_interval": "auto" if automatic else interval,
         "deferred_rule": "mean" if scalars["mean"] else "adamw",
         "min_offload_numel": int(scalars["min_offload_numel"]),
     }
     if all(getattr(settings, name) == value for name, value in saved.items()):
         return settings
+    if automatic:
+        saved["max_update_interval"] = interval
     return dataclasses.replace(
-        settings, **saved, update_delay=int(scalars["update_delay"]), select_interval=16 * saved["update_interval"]
+        settings, **saved, update_delay=int(scalars["update_delay"]), select_interval=None, steps_per_epoch=None
     )
 
 
@@ -239,8 +252,8 @@ def saved_clock(states, scalars):
     return (max((int(state["step"]) for state in states.values()), default=0), 0, 0, 0)
 
 
-def schedule_scalars(settings, clock):
-    """What travels in the saved parameter groups; plain numbers."""
+def schedule_scalars(settings, clock, fitted):
+    """What travels in the saved parameter groups; plain numbers. fitted: the schedule was measured, and is kept."""
     step, window_step, last_selection, publish_at = clock
     return {
         PREFIX + "format": FORMAT,
@@ -248,7 +261,9 @@ def schedule_scalars(settings, clock):
         PREFIX + "window_step": window_step,
         PREFIX + "last_selection": last_selection,
         PREFIX + "publish_at": publish_at,
-        PREFIX + "update_interval": int(settings.update_interval),
+        PREFIX + "update_interval": int(settings.longest_interval),
+        PREFIX + "automatic": settings.automatic,
+        PREFIX + "fitted": fitted,
         PREFIX + "update_delay": int(settings.update_delay),
         PREFIX + "mean": settings.deferred_rule == "mean",
         PREFIX + "min_offload_numel": int(settings.min_offload_numel),

@@ -38,7 +38,8 @@ class Stats:
         global_grad_norm: of the last step, where max_grad_norm is set; None else.
         selection_overlap: share of the selected columns that the last selection kept; None before the second.
         skipped_steps: steps that skip_nonfinite left out.
-        update_interval, update_delay: in force, in steps.
+        update_interval, update_delay: in force, in steps; with update_interval="auto", of the last window.
+        fitted: whether a schedule that is measured was chosen; None where none is.
         host_buffer: "ring" or "stream", as chosen at the first step; None before.
         host_bytes: host memory held for deferred columns; device_bytes: memory held for selected and unsplit
             ones and, on GPUs, for what is on its way.
@@ -52,6 +53,7 @@ class Stats:
     skipped_steps: int
     update_interval: int
     update_delay: int
+    fitted: bool | None
     host_buffer: str | None
     host_bytes: int
     device_bytes: int
@@ -64,6 +66,7 @@ class Stats:
         kept = "no second selection yet" if self.selection_overlap is None else f"{self.selection_overlap:.0%}"
         rows = [
             ("steps", f"{self.total.steps} ({self.skipped_steps} skipped)"),
+            ("schedule", f"a window of {self.update_interval} steps, visible {self.update_delay} later"),
             ("stall", f"{1e3 * self.total.stall_seconds / steps:.2f} ms a step"),
             ("host update", f"{1e3 * self.total.host_update_seconds / steps:.2f} ms a step"),
             (
@@ -81,8 +84,8 @@ class Stats:
         return "\n".join(["ZenFlow", *(f"  {name:<14} {value}" for name, value in rows)])
 
 
-def make_stats(settings, store, skipped_steps):
-    """The Stats of an optimizer; store is None before its first step."""
+def make_stats(settings, store, skipped_steps, fit):
+    """The Stats of an optimizer; store is None before its first step, fit unless its schedule is measured."""
     report = {"total": {}, "last_window": {}, "gradient_norm": math.nan, "selection_overlap": math.nan}
     records = []
     if store is not None:
@@ -93,8 +96,9 @@ def make_stats(settings, store, skipped_steps):
         global_grad_norm=_none_if_nan(report["gradient_norm"]),
         selection_overlap=_none_if_nan(report["selection_overlap"]),
         skipped_steps=skipped_steps,
-        update_interval=settings.update_interval,
+        update_interval=report["last_window"].get("steps", 0) if settings.automatic else settings.update_interval,
         update_delay=settings.update_delay,
+        fitted=fit.chosen if fit else None,
         host_buffer=store.host_buffer if store else None,
         host_bytes=store.engine.host_bytes if store else 0,
         device_bytes=store.device_bytes() if store else 0,

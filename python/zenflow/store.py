@@ -56,9 +56,10 @@ class Store:
         self.engine = _C.Engine(
             mean=self.mean,
             stream=self.host_buffer == "stream",
-            update_interval=settings.update_interval,
+            update_interval=settings.longest_interval,
             update_delay=settings.update_delay,
             lookahead=float(settings.lookahead),
+            automatic=settings.automatic,
             num_threads=settings.num_threads or 0,
             reserved_share=float(settings.pt_reserved_cores_perc),
             pin_threads=True,
@@ -133,16 +134,22 @@ class Store:
             method(self.engine, rows)
             mark_written([p for p, record in self.records.items() if record.split], self.records, self.records)
 
+    def follow_schedule(self, settings):
+        """Goes on under another interval and delay, between two windows. It counts as a publication."""
+        self.write_weights(_C.Engine.synchronize)
+        self.engine.set_schedule(settings.longest_interval, settings.update_delay, float(settings.lookahead))
+        self.settings = settings  # an interrupt before this: the next call does it again
+
     def export_states(self):
         """Canonical states by parameter, edits of the user taken over; waits for the host and changes nothing else."""
         self._adopt_edits()
-        return {p: canonical.export_parameter(self.engine, record, self.mean) for p, record in self.records.items()}
+        return {p: canonical.export_parameter(self.engine, record, self.settings) for p, record in self.records.items()}
 
     def export_masters(self, parameters):
         """{p: settled master} of those that have state; for the rest as export_states()."""
         self._adopt_edits()
         known = (p for p in parameters if p in self.records)
-        return {p: canonical.export_parameter(self.engine, self.records[p], self.mean)["master"] for p in known}
+        return {p: canonical.export_parameter(self.engine, self.records[p], self.settings)["master"] for p in known}
 
     def _adopt_edits(self):
         rows = self.weight_rows()
@@ -174,7 +181,7 @@ class Store:
             self.use_current_streams()
         for p in moved:
             old = self.records[p]
-            state = canonical.export_parameter(self.engine, old, self.mean)
+            state = canonical.export_parameter(self.engine, old, self.settings)
             state = canonical.follow_move(state, p, shows_settled)
             kept = {
                 "has_selection": self.engine.has_selection(old.index),
@@ -187,7 +194,7 @@ class Store:
         return bool(moved)
 
     def _keep(self, p, record):
-        self.state[p] = canonical.live_state(record.step, self.mean)
+        self.state[p] = canonical.live_state(record.step, self.settings)
         self.records[p] = record  # last: what an interrupt leaves without a record gets a new one
 
     def _make_record(self, p, split, dtype=None):
