@@ -297,3 +297,76 @@ def test_deleted_state_is_forgotten_with_gradients_that_left_in_backward():
             optimizer.zero_grad()
         weights.append(list(net.parameters()))
     assert_all_same(*weights, "beside the default mode")
+
+
+# With gradients that leave in backward
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second, self.third = nn.Linear(10, 12), nn.Linear(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def take_away(net, optimizer, step):
+    """The second layer's group, from step 4 to step 8."""
+    if step == 4:
+        optimizer.away = optimizer.param_groups.pop(1)
+    if step == 8:
+        optimizer.param_groups.insert(1, optimizer.away)
+
+
+def put_another_layer(net, optimizer, step):
+    if step == 5:
+        with torch.random.fork_rng():
+            torch.manual_seed(9)
+            net.first, net.second = nn.Linear(10, 9), nn.Linear(9, 8)
+        for group, layer in zip(optimizer.param_groups, (net.first, net.second), strict=False):
+            group["params"] = list(layer.parameters())
+
+
+def freeze_for_a_while(net, optimizer, step):
+    if step in (4, 8):
+        net.second.requires_grad_(step == 8)
+
+
+def add_late(net, optimizer, step):
+    if step == 0:
+        optimizer.away = optimizer.param_groups.pop(2)
+    if step == 5:
+        optimizer.add_param_group({"params": optimizer.away["params"], "lr": 0.1})
+
+
+def delete_one(net, optimizer, step):
+    if step == 5:
+        del optimizer.state[net.first.weight]
+
+
+CHANGES = [take_away, put_another_layer, freeze_for_a_while, add_late, delete_one]
+
+
+@pytest.mark.parametrize("when", ["before backward", "before step"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_groups_gives_the_same_bits_where_gradients_leave_in_backward(change, when):
+    weights = []
+    for hooks in (False, True):
+        net = Parts()
+        groups = [{"params": layer.parameters()} for layer in net.children()]
+        optimizer = zenflow_of(*groups, **SHORT, offload_gradients=hooks)
+        for step in range(13):
+            if when == "before backward":
+                change(net, optimizer, step)
+            net(torch.randn(4, 10, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            if when == "before step":
+                change(net, optimizer, step)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that a gradient was brought back
+                optimizer.step()
+            net.zero_grad()
+        optimizer.flush()
+        weights.append(list(net.parameters()))
+    assert_all_same(*weights, "beside the default mode")

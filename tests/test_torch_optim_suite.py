@@ -175,6 +175,27 @@ def test_every_error_input_is_refused_in_torchs_words_or_listed():
     assert not unlisted or torch.__version__ < (2, 7), unlisted
 
 
+def test_what_is_no_list_of_leaf_tensors_is_refused_as_by_torch():
+    leaf = nn.Parameter(torch.ones(2, 3))
+    wrong = [
+        [],
+        {"params": [leaf]},
+        "weights",
+        [leaf, 3.0],
+        [leaf * 2],
+        [{"params": {leaf}}],
+        [{"lr": 0.1}],
+        [{"params": [leaf]}, [leaf]],
+    ]
+    for parameters in wrong:
+        raised = []
+        for optimizer_class in (torch.optim.AdamW, ZenFlowOptimizer):
+            with pytest.raises(Exception) as error:
+                optimizer_class(parameters)
+            raised.append((type(error.value), str(error.value)))
+        assert raised[0] == raised[1], parameters
+
+
 def test_betas_count_by_value_whether_numbers_or_tensors():
     weights = []
     for betas in ((0.5, 0.75), (torch.tensor(0.5), 0.75), (torch.tensor([[0.5]]), torch.tensor(0.75))):
