@@ -164,6 +164,17 @@ def test_a_state_is_not_changed_by_the_training_that_goes_on(hooks):
     assert_same_state_dict(torch.load(file, weights_only=True)["optimizer"], expected, "in the file")
 
 
+def test_a_learning_rate_tensor_in_a_state_does_not_follow_the_scheduler():
+    lr = torch.tensor(0.5)
+    parameters = pair_of(BF16)
+    groups = [{"params": [parameters[0]], "lr": lr}, {"params": [parameters[1]], "lr": lr}]
+    optimizer = ZenFlowOptimizer(groups, min_offload_numel=0)
+    saved = optimizer.state_dict()["param_groups"]
+    lr.fill_(0.25)
+    assert [group["lr"].item() for group in saved] == [0.5, 0.5]
+    assert saved[0]["lr"] is saved[1]["lr"], "as the optimizer's groups share it"
+
+
 def test_a_loaded_state_may_be_changed_afterwards():
     parameters, optimizer = at_step(5)
     state = optimizer.state_dict()

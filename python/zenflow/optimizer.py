@@ -439,6 +439,7 @@ class ZenFlowOptimizer(Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():  # first: it may flush()
             hook(self)
         states, groups = self._canonical_state()
+        groups = canonical.without_live_tensors(groups)
         live = {name: self.__dict__[name] for name in _SWAPPED}
         self.__dict__.update(zip(_SWAPPED, (states, groups, {}, {}), strict=True))
         try:

@@ -270,6 +270,16 @@ def schedule_scalars(settings, clock, fitted):
     }
 
 
+def without_live_tensors(groups):
+    """Parameter groups with copies of their tensors, such as a learning rate; one that groups share stays shared."""
+    copies = {}
+
+    def copy_of(value):
+        return copies.setdefault(id(value), value.detach().clone()) if isinstance(value, torch.Tensor) else value
+
+    return [{key: copy_of(value) for key, value in group.items()} for group in groups]
+
+
 def schedule_tensor(scalars):
     """The schedule's scalars as a tensor, for each parameter's state."""
     text = json.dumps(scalars).encode()

@@ -6,6 +6,7 @@ the test itself is known to work.
 """
 
 import contextlib
+import itertools
 import sys
 
 import pytest
@@ -103,3 +104,39 @@ def test_a_weight_that_is_edited_and_moved_is_where_training_goes_on(device):
                 p[..., 1:3] = 0.5
         move(pair.ours, place)
     pair.check_state()
+
+
+def test_a_move_that_was_refused_memory_can_be_repeated(device, monkeypatch):
+    """The call that needs the moved state raises, each time later in the move, and then goes through."""
+    empty = devices.empty
+    for granted in itertools.count():
+        pair = Pair(device, BF16, **SCHEDULE)
+        for _ in range(5):
+            pair.step()
+        move(pair.ours, "host")
+        pair.step()
+        move(pair.ours, device)
+        left = iter(range(granted))
+
+        def refuse(shape, where, left=left):
+            if next(left, None) is None:
+                raise torch.cuda.OutOfMemoryError("refused by a test")
+            return empty(shape, where)
+
+        refused = False
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "empty", refuse)
+            try:
+                pair.optimizer.synchronize()
+            except torch.cuda.OutOfMemoryError:
+                refused = True
+        pair.optimizer.synchronize()
+        pair.twin.synchronize()
+        pair.check("after the move")
+        for _ in range(4):
+            pair.step()
+        pair.check_state()
+        if not refused:
+            break
+    if device == "cuda":
+        assert granted >= 3 * len(pair.ours)
