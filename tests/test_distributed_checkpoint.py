@@ -131,20 +131,36 @@ def test_a_template_has_the_keys_and_shapes_of_every_later_state():
         assert layout(get_optimizer_state_dict(training.model, training.optimizer, options=options)) == template
 
 
-def test_a_full_state_goes_from_one_process_group_to_another(tmp_path):
+@pytest.fixture
+def process_group(tmp_path):
+    """Of one process."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        training, resumed = started(5), started()
-        model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
-        file = tmp_path / "state.pt"
-        torch.save([model, optimizer], file)
-        model, optimizer = torch.load(file, weights_only=True)
-        resumed.model.load_state_dict(model)
-        set_optimizer_state_dict(resumed.model, resumed.optimizer, optimizer, options=options)
-        assert_go_on_alike(resumed, training)
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_full_state_goes_from_one_process_group_to_another(tmp_path, process_group):
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    training, resumed = started(5), started()
+    model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
+    file = tmp_path / "state.pt"
+    torch.save([model, optimizer], file)
+    model, optimizer = torch.load(file, weights_only=True)
+    resumed.model.load_state_dict(model)
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, optimizer, options=options)
+    assert_go_on_alike(resumed, training)
+
+
+def test_a_folder_that_is_written_while_training_goes_on_holds_the_step_it_was_begun_at(tmp_path, process_group):
+    options = StateDictOptions()
+    training, undisturbed, resumed = started(5), started(5), started()
+    model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
+    folder = tmp_path / "checkpoint"
+    saving = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    training.step(4)
+    saving.result()
+    resumed.load(folder, options)
+    assert_go_on_alike(resumed, undisturbed)
 
 
 def test_states_are_exchanged_with_adamw_by_parameter_name():
