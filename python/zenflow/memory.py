@@ -1,28 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory the optimizer's state takes, and whether the host has it. Allocates nothing."""
 
-from zenflow import _C, devices
-from zenflow.settings import selected_count
-from zenflow.tensors import matrix_shape
-
-
-def lane_count(settings, stream):
-    """Lanes of gradients per parameter: of one window (or step, streaming) and of steps with an update in flight."""
-    return (1 if stream else settings.longest_interval) + settings.update_delay
+from zenflow import _C, devices, sizes
 
 
 def host_bytes(p, split, topk_ratio, settings, stream):
-    """Bytes of host memory for p's deferred columns; gradients are taken to have p's dtype (docs/memory.md)."""
-    if not split:
-        return 0
-    rows, columns = matrix_shape(p.shape)
-    item = p.element_size()
-    fixed = 12 + 2 * item  # master, exp_avg, exp_avg_sq; last written and pending output
-    total = 4 if stream and settings.deferred_rule == "mean" else 0
-    deferred = rows * (columns - selected_count(topk_ratio, columns))
-    windowed = deferred * (fixed + total + lane_count(settings, stream) * item)
-    warm_up = rows * columns * (fixed + total + item) if settings.full_warm_up_rounds else 0
-    return max(windowed, warm_up)
+    """The most host memory that p's deferred columns take; gradients are taken to have p's dtype (docs/memory.md)."""
+    entry = p.shape, p.element_size(), sizes.selected_columns(p.shape, split, topk_ratio), settings, stream
+    return max(sizes.host_bytes(*entry), sizes.warm_up_host_bytes(*entry))
 
 
 def growth_fits(parameters, settings, other, stream):
@@ -31,10 +16,9 @@ def growth_fits(parameters, settings, other, stream):
     return growth <= _C.available_host_bytes()
 
 
-def device_bytes(p, split, topk_ratio):
-    """Bytes beside p for its selected columns, or all of it: master, exp_avg and exp_avg_sq."""
-    rows, columns = matrix_shape(p.shape)
-    return 12 * rows * (selected_count(topk_ratio, columns) if split else columns)
+def device_bytes(p, split, topk_ratio, settings):
+    """Memory beside p for its selected columns, or all of it."""
+    return sizes.device_bytes(p.shape, p.element_size(), sizes.selected_columns(p.shape, split, topk_ratio), settings)
 
 
 def choose_host_buffer(wanted, parameters, settings):
@@ -44,7 +28,7 @@ def choose_host_buffer(wanted, parameters, settings):
     Raises MemoryError, with the shortfall and the knobs, if the host does not have enough left.
     """
     available = _C.available_host_bytes()
-    beside = sum(device_bytes(*entry) for entry in parameters if devices.device_of(entry[0]) is None)
+    beside = sum(device_bytes(*entry, settings) for entry in parameters if devices.device_of(entry[0]) is None)
     needed = {
         name: beside + sum(host_bytes(*entry, settings, name == "stream") for entry in parameters)
         for name in (("ring", "stream") if wanted == "auto" else (wanted,))

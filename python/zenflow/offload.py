@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from zenflow import devices
 from zenflow.micro_batches import MicroBatches
 from zenflow.offloaded_gradient import OffloadedGradient, Staged
-from zenflow.settings import selected_count
+from zenflow.sizes import selected_count
 from zenflow.store import splits
 from zenflow.tensors import DTYPE_CODES, address_of, engine_call, is_plain, mark_written, strides_of
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's settings: what values they may have, and when a window selects and ends.
 
-Not for: anything that changes during training. Messages use torch's own wording first, where AdamW has one.
+Not for: anything that changes during training. Needs no torch.
+Messages use torch's own wording first, where AdamW has one.
 """
 
 import dataclasses
 import difflib
 import math
 import numbers
-
-import torch
+import sys
 
 UNSUPPORTED_OPTIONS = {
     "amsgrad": "ZenFlow has no AMSGrad; use torch.optim.AdamW(amsgrad=True) for it",
@@ -39,7 +39,7 @@ def check_group(group):
                 f"{field.name} is one for the whole optimizer: pass it to ZenFlowOptimizer, not in a group"
             )
     lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+    if _is_tensor(lr) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got {lr.numel()} elements")
     for name, torch_words in (
         ("lr", "Invalid learning rate"),
@@ -225,15 +225,13 @@ class Settings:
         return step - last_selection >= self.select_interval
 
 
-def selected_count(topk_ratio, columns):
-    """How many of a parameter's columns are selected: at least one, unless the ratio is 0."""
-    if topk_ratio == 0 or columns == 0:
-        return 0
-    return min(columns, max(1, math.floor(topk_ratio * columns + 0.5)))
+def _is_tensor(value):
+    torch = sys.modules.get("torch")  # where nobody has imported it there is no tensor, and none is needed here
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _is_number(value):
-    if isinstance(value, torch.Tensor):
+    if _is_tensor(value):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 

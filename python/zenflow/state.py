@@ -20,8 +20,9 @@ import json
 import torch
 
 from zenflow.settings import UNSUPPORTED_OPTIONS
+from zenflow.sizes import matrix_shape
 from zenflow.templates import InStateDict
-from zenflow.tensors import DTYPE_CODES, addresses, matrix_shape, same_bits
+from zenflow.tensors import DTYPE_CODES, addresses, same_bits
 
 FORMAT = 1
 PREFIX = "zenflow_"

@@ -12,7 +12,7 @@ import torch
 
 from zenflow import _C, devices, memory
 from zenflow import state as canonical
-from zenflow.settings import selected_count
+from zenflow.sizes import is_split, selected_count
 from zenflow.tensors import (
     DTYPE_CODES,
     Record,
@@ -26,7 +26,7 @@ from zenflow.tensors import (
 
 def splits(p, split, settings):
     """Whether p, in a group with this `split`, has deferred columns."""
-    return split and p.dim() >= 2 and p.numel() >= max(1, settings.min_offload_numel)
+    return split and is_split(p.shape, settings)
 
 
 class Store:

@@ -5,22 +5,16 @@ Not for: deciding what a step does.
 """
 
 import contextlib
-import math
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from zenflow import devices
+from zenflow.sizes import matrix_shape
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STAGED = -1  # in a row, in place of a dtype: the gradient is the one that the engine has staged
 _DTYPE_NAMES = "float32, bfloat16 or float16"
-
-
-def matrix_shape(shape):
-    """(rows, columns) of a tensor's matrix view: 3-D [d0*d1, d2]; 4-D and more [d0, rest]; 0-D and 1-D [1, n]."""
-    split = (0, 0, 1, 2)[len(shape)] if len(shape) < 4 else 1
-    return math.prod(shape[:split]), math.prod(shape[split:])
 
 
 def check_parameter(p, name):
