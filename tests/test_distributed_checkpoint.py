@@ -76,11 +76,15 @@ def assert_go_on_alike(ours, theirs, steps=9):
 
 
 @pytest.mark.parametrize("changed", OPTIONS, ids=["", "flattened"])
-@pytest.mark.parametrize("rule", ["adamw", "mean"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"deferred_rule": "mean"}, {"update_interval": "auto", "update_delay": 1, "select_interval": 16}],
+    ids=["adamw", "mean", "auto"],
+)
 @pytest.mark.parametrize("steps", [1, 3, 4, 5, 8])
-def test_a_folder_loads_into_a_new_optimizer_which_goes_on_with_the_same_bits(tmp_path, steps, rule, changed):
+def test_a_folder_loads_into_a_new_optimizer_which_goes_on_with_the_same_bits(tmp_path, steps, settings, changed):
     options = StateDictOptions(**changed)
-    training, resumed = started(steps, deferred_rule=rule), started(deferred_rule=rule)
+    training, resumed = started(steps, **settings), started(**settings)
     training.save(tmp_path, options)
     resumed.load(tmp_path, options)
     assert_go_on_alike(resumed, training)
@@ -94,6 +98,27 @@ def test_a_folder_loads_into_a_template_of_another_place_in_a_window(tmp_path, o
     training.save(tmp_path, options)
     other.load(tmp_path, options)
     assert_go_on_alike(other, training)
+
+
+@pytest.mark.parametrize("changed", OPTIONS, ids=["", "flattened"])
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({"deferred_rule": "mean"}, r'deferred_rule="mean" and has lost its .window_sum.'),
+        ({"update_interval": "auto", "update_delay": 1, "select_interval": 16}, 'update_interval="auto" and has lost'),
+    ],
+    ids=["mean", "auto"],
+)
+def test_what_a_template_of_another_schedule_would_lose_is_refused(tmp_path, settings, lost, changed):
+    """torch reads from a folder what the template has names for, and nothing else."""
+    options = StateDictOptions(**changed)
+    started(6, **settings).save(tmp_path, options)
+    other = started(5)
+    before = copy.deepcopy(other.optimizer.state_dict())
+    with pytest.raises(ValueError, match=lost):
+        other.load(tmp_path, options)
+    assert before["param_groups"] == other.optimizer.state_dict()["param_groups"]
+    other.step(1)
 
 
 @pytest.mark.parametrize("changed", OPTIONS, ids=["", "flattened"])

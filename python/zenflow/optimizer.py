@@ -538,6 +538,7 @@ class ZenFlowOptimizer(Optimizer):
         If the schedule was another, the store runs under that one until its window has closed.
         """
         scalars = canonical.take_scalars(saved_groups, states)
+        canonical.check_complete(states, scalars, self._name)
         groups = canonical.merge_groups(self.param_groups, saved_groups)
         store, outdated, fit = None, False, self._new_fit(scalars)
         if scalars or states:

@@ -217,6 +217,20 @@ def check_states(states, name):
                 )
 
 
+def check_complete(states, scalars, name):
+    """Raises for states that have lost what belongs to the schedule that they were saved under, as happens where
+    torch.distributed.checkpoint loads them by the names of an optimizer with another one."""
+    wanted = [("deferred_rule", '"mean"', MEAN_NAMES)] if scalars.get("mean") else []
+    wanted += [("update_interval", '"auto"', AUTOMATIC_NAMES)] if scalars.get("automatic") else []
+    for setting, value, names in wanted:
+        for p, state in states.items():
+            if lost := [key for key in names if key not in state]:
+                raise ValueError(
+                    f"the state of {name(p)} was saved with {setting}={value} and has lost its {lost[0]!r}: load it "
+                    f"into an optimizer with {setting}={value}, call flush(), and save it again"
+                )
+
+
 def merge_groups(groups, saved_groups):
     """The loaded groups around the live parameters; topk_ratio and split stay the constructor's."""
     merged = []

@@ -40,11 +40,17 @@ def places(device):
 @MODES
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"deferred_rule": "mean"}, {"host_buffer": "stream"}, {"full_warm_up_rounds": 2, "max_grad_norm": 50.0}],
+    [
+        {},
+        {"deferred_rule": "mean"},
+        {"host_buffer": "stream"},
+        {"full_warm_up_rounds": 2, "max_grad_norm": 50.0},
+        {"update_interval": "auto", "update_delay": 1, "select_interval": 16},
+    ],
     ids=lambda changed: ",".join(map(str, changed)) or "default",
 )
 def test_a_model_moves_at_every_step_of_a_schedule(device, hooks, changed):
-    pair = Pair(device, BF16, hooks=hooks, **SCHEDULE, **changed)
+    pair = Pair(device, BF16, hooks=hooks, **{**SCHEDULE, **changed})
     for _, place in zip(range(14), places(device), strict=False):
         move(pair.ours, place)
         pair.check(f"moved to {place}")
