@@ -145,9 +145,9 @@ def follow_move(state, p, shows_settled):
     edited = ~same_bits(live, state["last_written"])
     if shows_settled:
         edited &= ~same_bits(live, settled)
-    # Selected columns hold what their masters round to, in any dtype.
+    # Columns that are not deferred hold what their masters round to, in any dtype.
     for name in ("last_written", "pending_output"):
-        state[name] = torch.where(selected_elements(state, p), state["master"].to(p.dtype), state[name])
+        state[name] = torch.where(elements_not_deferred(state, p), state["master"].to(p.dtype), state[name])
         state[name] = torch.where(edited, live, state[name])
     state["master"] = torch.where(edited, live.float(), state["master"])
     if not same_bits(live, state["last_written"]).all():
@@ -156,9 +156,9 @@ def follow_move(state, p, shows_settled):
     return state
 
 
-def selected_elements(state, p):
-    """`selected` as a bool tensor of p's shape."""
-    columns = state["selected"]
+def elements_not_deferred(state, p):
+    """A bool tensor of p's shape: before a first selection nothing is deferred."""
+    columns = state["selected"] if has_selection(state) else torch.ones_like(state["selected"])
     if p.dim() <= 3:
         return columns.reshape(p.shape[-1:] if p.dim() else ()).expand(p.shape)
     return columns.reshape(p.shape[1:]).expand(p.shape)
