@@ -259,6 +259,6 @@ def runs(draw, max_steps=14, kinds=EXTREME, actions=ACTIONS, settings=None, **sp
         parameters=parameters,
         groups=groups,
         settings=draw(settings_of()) if settings is None else draw(settings),
-        steps=tuple(draw(st.lists(steps, min_size=3, max_size=max_steps))),
+        steps=tuple(draw(st.lists(steps, min_size=min(3, max_steps), max_size=max_steps))),
         seed=draw(st.integers(0, 10**6)),
     )
