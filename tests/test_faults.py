@@ -104,6 +104,11 @@ def test_an_interrupt_falls_before_or_after_a_step(run, steps, ratio):
     run("interrupted_anywhere", steps, ratio)
 
 
+@pytest.mark.parametrize("steps", [0, 3, 6], ids=["first step", "publication", "selection"])
+def test_an_interrupt_in_a_backward_from_which_gradients_leave_loses_and_doubles_nothing(run, steps):
+    run("interrupted_backward", steps)
+
+
 def test_an_interrupt_falls_before_or_after_every_other_call(run):
     run("interrupted_methods")
 
@@ -144,6 +149,10 @@ def test_a_failing_closure_changes_nothing(run):
     run("failing_closure")
 
 
+def test_a_failing_hook_of_the_user_leaves_no_half_done_call(run):
+    run("failing_hooks")
+
+
 # Forks
 
 
@@ -167,6 +176,15 @@ def test_a_second_thread_may_fork_while_the_first_steps(run):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_multiprocessing(run, method):
     run("multiprocessing_workers", method)
+
+
+def test_a_pickled_training_goes_on_in_a_spawned_process(run):
+    run("pickled_for_a_spawned_process")
+
+
+@pytest.mark.parametrize("inherits", [0, 1], ids=["own", "inherited"])
+def test_an_optimizer_may_step_in_a_data_loader_worker(run, inherits):
+    run("steps_in_data_loader_workers", inherits)
 
 
 def test_data_loader_workers_beside_training(run):
@@ -197,6 +215,13 @@ def test_leaving_by_an_exception_shows_that_exception_alone(run):
     run("leaves", "exception", code=1, errors="ValueError: on purpose")
 
 
+def test_a_crash_shows_where_and_does_not_hang():
+    process = launch("leaves", "abort", stderr=subprocess.PIPE)
+    _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in errors and "in leaves" in errors
+
+
 # Lives of optimizers
 
 
@@ -204,8 +229,23 @@ def test_optimizers_that_are_dropped_leave_no_thread_and_no_memory(run):
     run("dropped_with_work_in_flight")
 
 
+def test_optimizers_that_are_dropped_leave_no_hook(run):
+    run("dropped_with_hooks")
+
+
 def test_two_optimizers_do_not_mind_each_other(run):
     run("two_optimizers")
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_two_optimizers_of_one_model_take_each_others_writes_for_edits_and_say_so(run, delay):
+    count, _, told = run("two_optimizers_of_one_model", delay).partition(" ")
+    assert count == ("2" if delay else "0\n")  # each once
+    assert not delay or "another ZenFlowOptimizer" in told
+
+
+def test_a_copy_may_be_made_in_another_thread(run):
+    run("copied_in_another_thread")
 
 
 def test_any_thread_may_step(run):
@@ -233,6 +273,10 @@ def test_training_goes_on_where_threads_are_refused(run):
 
 def test_a_lack_of_memory_is_told_before_anything_changes(run):
     run("less_memory_than_needed")
+
+
+def test_a_lack_of_memory_in_backward_loses_nothing(run):
+    run("less_memory_than_needed_in_backward")
 
 
 @pytest.mark.parametrize("buffer", ["ring", "stream"])

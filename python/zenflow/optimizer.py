@@ -331,6 +331,8 @@ class ZenFlowOptimizer(Optimizer):
             record = records[p]
             check_weight(p, record, self.param_groups)
             row = record.weight_row(p)
+            if row[-1]:
+                self._store.warn_of_another_optimizer(p)
             if gradient is None:
                 rows.append((*row, 0, 0, None, group))
                 if plan.publishes and record.split:

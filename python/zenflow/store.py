@@ -7,6 +7,7 @@ Not for: when a step does what (optimizer.py), nor what a state looks like (stat
 
 import collections
 import warnings
+import weakref
 
 import torch
 
@@ -22,6 +23,8 @@ from zenflow.tensors import (
     mark_written,
     parameter_name,
 )
+
+_stores = weakref.WeakSet()  # of all optimizers
 
 
 def splits(p, split, settings):
@@ -50,9 +53,11 @@ class Store:
         self._prepared = {}  # records of parameters that no step has seen yet
         self._device_memory = {}  # of each GPU
         self._warned = False
+        self._warned_of_another = False
         self._engine_devices = {None: 0}  # the engine's number of each device
         self.state = collections.defaultdict(dict) if state is None else state
         self._groups = groups
+        _stores.add(self)
         self.engine = _C.Engine(
             mean=self.mean,
             stream=self.host_buffer == "stream",
@@ -111,7 +116,7 @@ class Store:
         warnings.warn(
             "zenflow: the system refused to page-lock host memory, so copies to and from the GPU are slower (results "
             "are the same). Raise the limit: ulimit -l unlimited, or LimitMEMLOCK / --ulimit memlock=-1",
-            stacklevel=5,
+            stacklevel=8,
         )
 
     def device_bytes(self):
@@ -192,6 +197,21 @@ class Store:
             self._keep(p, record)
             self.engine.discard(old.index)
         return bool(moved)
+
+    def warn_of_another_optimizer(self, p):
+        """Says once that another optimizer was the last to write p, if that loses updates: its writes are edits."""
+        if self._warned_of_another or self.settings.update_delay == 0 or self.records[p].version is None:
+            return
+        others = [store.records.get(p) for store in list(_stores) if store is not self]
+        if not any(record and record.version == p._version for record in others):
+            return
+        self._warned_of_another = True
+        warnings.warn(
+            f"zenflow: another ZenFlowOptimizer also updates {parameter_name(self._groups, p)}. Each takes the other's "
+            "writes for edits of yours, which win over host updates in flight. Give each parameter to one optimizer, "
+            "or set update_delay=0 in both",
+            stacklevel=8,
+        )
 
     def _keep(self, p, record):
         self.state[p] = canonical.live_state(record.step, self.settings)

@@ -4,8 +4,11 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <functional>
+#include <stdexcept>
 
 #include "check.h"
+#include "cpu_device.h"
 #include "training.h"
 
 using namespace zenflow;
@@ -61,6 +64,18 @@ struct InFlight {
     o.weight = engine.view(index, weights.data(), std::nullopt, {});
     return o;
   }
+};
+
+// Its copies do not arrive while `loses` says so.
+class Losing : public CpuDevice {
+ public:
+  Losing(const Context& context, const bool& loses) : CpuDevice(context), loses_(loses) {}
+  std::function<void()> arrival() override {
+    return loses_ ? [] { throw std::runtime_error("lost"); } : std::function<void()>();
+  }
+
+ private:
+  const bool& loses_;
 };
 
 }  // namespace
@@ -152,5 +167,38 @@ TEST(an_imported_state_is_not_overwritten_by_a_job_of_the_state_before_it) {
     run.engine.export_state(run.index, out);
     CHECK(exported == exp_avg);
     CHECK(master == std::vector<float>(kCount, 3.0f));
+  }
+}
+
+TEST(an_error_of_the_background_thread_surfaces_in_every_later_call_and_no_weight_changes) {
+  bool loses = false;
+  InFlight run;
+  run.engine.add_device(std::make_unique<Losing>(run.engine.context(), loses));
+  loses = true;
+  const Operand o = run.with_gradient(), weight = run.weight();
+  run.engine.commit({&o, 1}, {.ends_window = true});
+  const std::vector<float> before = run.weights;
+  std::vector<float> exported(kCount);
+  bool selected[kColumns];
+  const FullState full{exported.data(), exported.data(), exported.data(), exported.data(),
+                       exported.data(), selected,        nullptr,         nullptr};
+  for (int i = 0; i < 2; ++i) {
+    for (const std::function<void()>& call : std::initializer_list<std::function<void()>>{
+             [&] { run.engine.synchronize({&weight, 1}); },  // waits until it has failed
+             [&] { run.engine.commit({&o, 1}, {.ends_window = true}); },
+             [&] { run.engine.flush({&weight, 1}); },
+             [&] { run.engine.show_settled({&weight, 1}); },
+             [&] { run.engine.adopt_edits({&weight, 1}); },
+             [&] { run.engine.export_state(run.index, full); },
+         }) {
+      std::string message;
+      try {
+        call();
+      } catch (const std::runtime_error& error) {
+        message = error.what();
+      }
+      CHECK_EQ(message, "lost");
+      CHECK(run.weights == before);
+    }
   }
 }

@@ -2,6 +2,7 @@
 """Ends of the process."""
 
 import atexit
+import faulthandler
 import os
 import sys
 import threading
@@ -22,6 +23,9 @@ def leaves(how):
         os._exit(4)
     elif how == "exception":
         raise ValueError("on purpose")
+    elif how == "abort":
+        faulthandler.enable()
+        os.abort()
     elif how == "step hook":
         training.optimizer.register_step_post_hook(lambda *_: sys.exit(5))
         training.train()

@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import pickle
 import threading
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from children import in_child
 from fault_programs.registry import program
 from fault_programs.training import Training, check_same, check_undisturbed, snapshot
+from reference import same_bits
 
 
 @program
@@ -100,6 +102,50 @@ def multiprocessing_workers(method):
     assert process.exitcode == 0
     assert results.get() == 12
     check_undisturbed(training)
+
+
+def unpickling_worker(pickled, results):
+    inheriting_worker(pickle.loads(pickled), results)
+
+
+@program
+def pickled_for_a_spawned_process():
+    training = Training().train(4)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=unpickling_worker, args=(pickle.dumps(training), results))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert results.get() == 12
+    check_undisturbed(training)
+
+
+class Steps(torch.utils.data.Dataset):
+    """Each item is a weight of a training, inherited from the parent or begun in the worker, after one more step."""
+
+    def __init__(self, inherited):
+        self.training = inherited
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        self.training = self.training or Training()
+        return self.training.train().parameters[0].detach().clone()
+
+
+@program
+def steps_in_data_loader_workers(inherits):
+    training = Training(scale=20).until_in_flight() if int(inherits) else None
+    twin = Training(scale=20).train(training.steps) if training else Training()
+    loader = torch.utils.data.DataLoader(
+        Steps(training), batch_size=None, num_workers=1, multiprocessing_context="fork"
+    )
+    for i, weight in enumerate(loader):
+        assert same_bits(weight, twin.train().parameters[0]).all(), f"step {i + 1}"
+    if training:
+        check_undisturbed(training, scale=20)
 
 
 class Squares(torch.utils.data.Dataset):

@@ -83,6 +83,24 @@ def make_interruptible(before, ratio):
 
 
 @program
+def interrupted_backward(before):
+    """With gradients that leave in backward: what has not reached its step is done again, and nothing counts twice."""
+    before, hooks = int(before), {"offload_gradients": True}
+    end = snapshot(Training().train_to(before + 8))
+
+    def act(training):
+        training.backward()
+        training.optimizer.step()
+
+    def check(training, moment):
+        assert training.steps - before in (0, 1)
+        check_same(snapshot(training.train_to(before + 8)), end, f"some steps after interrupt {moment}")
+
+    count = for_each_interrupt(lambda: Training(**hooks).train(before), act, check, stride=3)
+    assert count > 60, count
+
+
+@program
 def interrupted_methods():
     """Calls between steps are done or not begun, and training can go on."""
 

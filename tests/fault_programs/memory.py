@@ -54,6 +54,25 @@ def less_memory_than_needed():
     check_same(end, snapshot(Training(update_interval=6, host_buffer="ring").train(13)), "ring")
 
 
+@program
+def less_memory_than_needed_in_backward():
+    """With gradients that leave in backward: the error comes there, and the same step goes on once there is memory."""
+    real, training = _C.available_host_bytes, Training(offload_gradients=True)
+    for _ in range(2):
+        _C.available_host_bytes = lambda: 1000
+        try:
+            training.train()
+        except MemoryError as error:
+            assert "short" in str(error), error
+        else:
+            raise AssertionError("no error")
+        finally:
+            _C.available_host_bytes = real
+        assert training.steps == 0
+        assert not training.optimizer.state
+    check_same(snapshot(training.train(9)), snapshot(Training().train(9)), "after the error")
+
+
 def least_memory(training):
     """The bytes with which the first step goes through, by bisection."""
     low, high = 0, 1 << 24

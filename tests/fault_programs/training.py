@@ -10,6 +10,7 @@ import os
 import torch
 from torch import nn
 
+from backward import backward_of
 from reference import same_bits
 from zenflow import ZenFlowOptimizer
 
@@ -40,8 +41,9 @@ class Training:
     def backward(self, step=None):
         """The gradients of a step, by default the next one."""
         generator = torch.Generator().manual_seed(1000 + (self.steps if step is None else step))
-        for p in self.parameters:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        gradients = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in self.parameters]
+        self.optimizer.zero_grad()
+        backward_of(zip(self.parameters, gradients, strict=True))
 
     def train(self, steps=1):
         for _ in range(steps):
