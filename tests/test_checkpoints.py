@@ -137,6 +137,13 @@ def test_groups_that_do_not_match_are_torchs_own_errors_and_change_nothing(wrong
 # Saving
 
 
+def test_who_reads_moments_from_the_live_state_is_sent_to_state_dict():
+    (p, _), optimizer = at_step(5)
+    assert optimizer.state[p]["step"] == 5
+    with pytest.raises(AttributeError, match=r"has no 'exp_avg' that could be read .*: take it from .*state_dict\(\)"):
+        optimizer.state[p]["exp_avg"].norm()
+
+
 def test_two_states_taken_one_after_the_other_are_equal():
     for steps in range(10):
         _, optimizer = at_step(steps)

@@ -227,6 +227,22 @@ def test_a_dtype_changed_by_swapping_keeps_the_masters(swapping, hooks):
     assert all(p.dtype == BF16 for p in net.parameters())
 
 
+@pytest.mark.parametrize("call", ["step", "synchronize", "flush", "state_dict", "master_weights"])
+def test_a_dtype_that_is_not_updated_is_refused_and_moved_back_the_run_goes_on(call):
+    net, undisturbed = Net(FP32), Net(FP32)
+    optimizers = all_of(net), all_of(undisturbed)
+    for optimizer in optimizers:
+        train(optimizer, 5)
+    net.double()
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 has dtype torch.float64: .* use torch.optim.AdamW"):
+        getattr(optimizers[0], call)(*([net] if call == "master_weights" else []))
+    net.float()
+    for optimizer in optimizers:
+        train(optimizer, 8, start=5)
+    assert_all_same(weights_of(net), weights_of(undisturbed), "weights")
+    assert_same_saved(*optimizers, "state")
+
+
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_a_model_that_changes_its_dtype_inside_settled_gets_its_training_weights_back(steps):
     net = Net(FP32)
