@@ -85,7 +85,7 @@ def least_memory(training):
         except MemoryError:
             low = middle + 1
         else:
-            training.optimizer._clear()
+            training.optimizer._store = None
             high = middle
     return low
 
