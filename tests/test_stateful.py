@@ -341,7 +341,8 @@ class OffloadingTraining(Training):
     offload_gradients = True
 
 
-TestTraining, TestOffloadingTraining = Training.TestCase, OffloadingTraining.TestCase
+TestTraining = Training.TestCase
+TestOffloadingTraining = OffloadingTraining.TestCase
 TestTraining.settings = TestOffloadingTraining.settings = settings(
     max_examples=max(1, settings.default.max_examples * 2 // 3), stateful_step_count=25
 )
