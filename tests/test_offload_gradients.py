@@ -548,6 +548,15 @@ def test_an_applied_gradient_is_refused_rather_than_applied_again():
     assert optimizer.state[p]["step"] == 2
 
 
+def test_a_model_that_stays_where_it_is_brings_no_gradient_back():
+    model = nn.Linear(12, 8)
+    optimizer = offloading(model.parameters())
+    give_random(list(model.parameters()), 0)
+    model.to(model.weight.device)
+    assert has_left(model.weight)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("move", [BF16, "cpu", "meta"])
 def test_a_model_may_move_while_its_gradients_are_applied(move):
     """As some frameworks do at the end of a training. There is still nothing to be seen of them."""

@@ -249,10 +249,13 @@ def test_a_training_that_stops_early_ends_flushed(tmp_path):
 
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_the_best_model_is_the_one_that_was_evaluated(tmp_path, save_only_model):
+    def get_worse(state, control, lr_scheduler, **kwargs):
+        if state.global_step == 6:
+            lr_scheduler.base_lrs = [5.0]
+
     trainer, optimizer = make(
         tmp_path,
-        probes=[EarlyStoppingCallback(2)],
-        optimizer={"lr": 0.5},  # so that it gets worse
+        probes=[EarlyStoppingCallback(2), Calls("on_step_end", get_worse)],
         eval_strategy="steps",
         eval_steps=1,
         save_strategy="steps",
@@ -262,9 +265,10 @@ def test_the_best_model_is_the_one_that_was_evaluated(tmp_path, save_only_model)
     )
     trainer.train()
     step = trainer.state.best_global_step
-    assert step < trainer.state.global_step
+    assert 5 <= step <= trainer.state.global_step - 2
+    saved = type(trainer.model).from_pretrained(tmp_path / f"checkpoint-{step}")
+    assert loss_on(saved, EVAL) != trainer.state.best_metric
     if save_only_model:  # all that is known of it
-        saved = type(trainer.model).from_pretrained(tmp_path / f"checkpoint-{step}")
         assert_all_same(weights_of(trainer.model), weights_of(saved), "weights")
     else:
         assert loss_on(trainer.model, EVAL) == trainer.state.best_metric
