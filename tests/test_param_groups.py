@@ -84,6 +84,16 @@ def test_a_frozen_parameter_takes_no_host_memory_and_is_never_written():
     assert (frozen._version, trained._version > 0) == (0, True)
 
 
+def test_a_frozen_parameter_counts_for_no_memory_when_the_host_buffer_is_chosen():
+    """Its state would take 2**44 bytes."""
+    frozen = nn.Parameter(torch.empty(2**20, 2**20, device="meta"), requires_grad=False)
+    trained = random_parameter(6, 10)
+    optimizer = zenflow_of(frozen, trained, **SHORT)
+    trained.grad = random_gradient(trained, 0)
+    optimizer.step()
+    assert optimizer.stats().host_buffer == "ring"
+
+
 @pytest.mark.parametrize("steps", [3, 4, 5])
 def test_a_parameter_that_is_unfrozen_later_trains_from_there(steps):
     beside = Beside(SHAPES, **SHORT)
