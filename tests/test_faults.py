@@ -109,6 +109,11 @@ def test_an_interrupt_in_a_backward_from_which_gradients_leave_loses_and_doubles
     run("interrupted_backward", steps)
 
 
+@pytest.mark.parametrize("offload_gradients", [0, 1], ids=["default", "offload_gradients"])
+def test_a_signal_handler_may_save_at_any_moment_of_backward_and_step(run, offload_gradients):
+    run("saved_by_a_handler", 3, offload_gradients)
+
+
 def test_an_interrupt_falls_before_or_after_every_other_call(run):
     run("interrupted_methods")
 

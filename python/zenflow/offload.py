@@ -104,9 +104,7 @@ class GradientOffload:
         """Brings back what is staged, but for what to `keep`: the engine's state is about to change under it."""
         for p, reference in list(self._staged.items()):
             gradient = reference()
-            if gradient is None or gradient.held is not None or keep(p, gradient.staged):
-                continue
-            if gradient.is_staged():
+            if gradient is not None and gradient.is_staged() and not keep(p, gradient.staged):
                 gradient.bring_back()
 
     def follow_changes(self):

@@ -2,6 +2,7 @@
 """Signals and interrupts, at any moment."""
 
 import contextlib
+import functools
 import signal
 import sys
 
@@ -11,13 +12,18 @@ from fault_programs.registry import program
 from fault_programs.training import Training, check_same, check_undisturbed, snapshot
 
 
+def raise_interrupt():
+    raise KeyboardInterrupt
+
+
 class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th moment at which CPython looks for signals: where a function is entered, or
-    a native one has returned. `reached` tells whether there were so many.
+    """Calls `handler` at the n-th moment at which CPython looks for signals: where a function is entered, or a native
+    one has returned. `reached` tells whether there were so many.
     """
 
-    def __init__(self, n):
+    def __init__(self, n, handler=raise_interrupt):
         self.left = n
+        self.handler = handler
         self.reached = False
 
     def __enter__(self):
@@ -30,7 +36,7 @@ class InterruptAt:
         self.left -= 1
         if self.left < 0 and not self.reached:
             self.reached = True
-            raise KeyboardInterrupt
+            self.handler()
 
     def __exit__(self, *exception):
         sys.setprofile(None)
@@ -38,11 +44,12 @@ class InterruptAt:
         return exception[0] is KeyboardInterrupt
 
 
-def for_each_interrupt(make, act, check, stride=1):
-    """act(made), interrupted at every moment in its turn."""
+def for_each_interrupt(make, act, check, stride=1, handler=lambda made: raise_interrupt()):
+    """act(made), interrupted by handler(made) at every moment in its turn."""
     count = 0
     while True:
-        made, interrupt = make(), InterruptAt(count)
+        made = make()
+        interrupt = InterruptAt(count, functools.partial(handler, made))
         with interrupt:
             act(made)
         if not interrupt.reached:
@@ -96,7 +103,35 @@ def interrupted_backward(before):
         assert training.steps - before in (0, 1)
         check_same(snapshot(training.train_to(before + 8)), end, f"some steps after interrupt {moment}")
 
-    count = for_each_interrupt(lambda: Training(**hooks).train(before), act, check, stride=3)
+    count = for_each_interrupt(lambda: Training(**hooks).train(before), act, check, stride=5)
+    assert count > 60, count
+
+
+@program
+def saved_by_a_handler(before, offload_gradients):
+    """A signal's handler saves, at any moment of backward and step: from that one goes on, and so does the training."""
+    before, settings = int(before), {"offload_gradients": bool(int(offload_gradients))}
+    end = snapshot(Training().train_to(before + 6))
+    saved = []
+
+    def act(training):
+        training.backward()
+        training.optimizer.step()
+
+    def save(training):
+        weights = [p.detach().clone() for p in training.parameters]
+        saved[:] = weights, training.optimizer.state_dict()
+
+    def check(training, moment):
+        resumed = Training(**settings)
+        for p, weight in zip(resumed.parameters, saved[0], strict=True):
+            p.data.copy_(weight)
+        resumed.optimizer.load_state_dict(saved[1])
+        assert resumed.steps - before in (0, 1)
+        check_same(snapshot(resumed.train_to(before + 6)), end, f"from what was saved at moment {moment}")
+        check_same(snapshot(training.train_to(before + 6)), end, f"after saving at moment {moment}")
+
+    count = for_each_interrupt(lambda: Training(**settings).train(before), act, check, stride=7, handler=save)
     assert count > 60, count
 
 
