@@ -640,6 +640,7 @@ def test_hooks_vanish_with_the_optimizer_and_gradients_stay_readable():
         assert torch.equal(p.grad, gradient)
 
 
+@pytest.mark.filterwarnings("ignore:zenflow. another ZenFlowOptimizer also updates")
 def test_two_optimizers_of_one_parameter_both_get_its_gradient():
     [p], [q] = random_parameters(), random_parameters()
     ours = [offloading([p]), offloading([p], lr=0.1)]
