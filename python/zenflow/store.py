@@ -179,7 +179,7 @@ class Store:
         If the weights may be the settled ones, moved ones get their training weights back, but for edits. Returns
         whether there were any.
         """
-        moved = [p for p, r in self.records.items() if p.shape == r.shape and not p.is_meta and not r.is_for(p)]
+        moved = [p for p, r in self.records.items() if not r.is_for(p) and p.shape == r.shape and not p.is_meta]
         for p in moved:
             check_parameter(p, parameter_name(self._groups, p))
         if moved:
