@@ -45,6 +45,31 @@ def test_settings_changed_between_steps_count_from_the_next_gradient():
     beside.finish()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lr": None}, r"Invalid learning rate: None \(lr must be a number >= 0\)"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "Tensor lr must be 1-element, got 2 elements"),
+        ({"betas": (0.9, 0.99, 0.999)}, "betas must be two numbers"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"eps": "small"}, "Invalid epsilon value: small"),
+        ({"weight_decay": None}, "Invalid weight_decay value: None"),
+    ],
+)
+def test_what_is_no_number_is_refused_between_steps_too_before_anything_changes(change, words):
+    optimizer = zenflow_of(*[random_parameter(*s) for s in SHAPES], **SHORT)
+    train(optimizer, 4)
+    before = copy.deepcopy(parameters_of(optimizer))
+    kept = dict(optimizer.param_groups[0])
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(ValueError, match=words):
+        train(optimizer, 1, 4)
+    assert_all_same(parameters_of(optimizer), before, "weights")
+    assert optimizer.stats().total.steps == 4
+    optimizer.param_groups[0].update(kept)
+    train(optimizer, 4, 4)
+
+
 # Which parameters have gradients
 
 

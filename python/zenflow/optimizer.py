@@ -24,7 +24,7 @@ from zenflow.fit import ScheduleFit
 from zenflow.masters import named_weights, without_master
 from zenflow.offload import GradientOffload
 from zenflow.offloaded_gradient import OffloadedGradient
-from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, reject_unsupported
+from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, numbers_of, reject_unsupported
 from zenflow.stats import make_stats
 from zenflow.store import Store, splits
 from zenflow.templates import is_asked_for_template
@@ -345,10 +345,7 @@ class ZenFlowOptimizer(Optimizer):
                 gradient = record.gradient_of(gradient)
                 gradients.append(gradient)  # until the call has queued what reads it
                 rows.append((*row, address_of(gradient), DTYPE_CODES[gradient.dtype], strides_of(gradient), group))
-        groups = [
-            (*(float(x) for x in (g["lr"], *g["betas"], g["eps"], g["weight_decay"])), g["maximize"])
-            for g in self.param_groups
-        ]
+        groups = [numbers_of(group) for group in self.param_groups]
         clip = self._settings.max_grad_norm or 0.0
         self._store.use_current_streams()
         seen = [p for p, _, _ in parameters]

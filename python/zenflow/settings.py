@@ -59,6 +59,18 @@ def check_group(group):
     check_layout(group)
 
 
+def numbers_of(group):
+    """(lr, beta1, beta2, eps, weight_decay, maximize) by value; users may change them between steps. As in torch, only
+    what is no number is refused then."""
+    try:
+        beta1, beta2 = group["betas"]
+        numbers = group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
+        return (*map(float, numbers), group["maximize"])
+    except (TypeError, ValueError, RuntimeError):
+        check_group(group)  # says which, and what to do
+        raise
+
+
 def check_layout(group):
     """Checks what decides which columns are selected; users may change it between steps."""
     ratio = group["topk_ratio"]
