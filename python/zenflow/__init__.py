@@ -2,7 +2,8 @@
 """ZenFlow: a torch optimizer that offloads most of AdamW to the CPU without stalling the GPU.
 
 `zenflow.ZenFlowOptimizer` takes the place of `torch.optim.AdamW`; `zenflow.config()` says what was built and
-found. torch is imported at the optimizer's first use, so that `python -m zenflow` can say that it is missing.
+found, `zenflow.plan()` what a training would take. torch is imported at the optimizer's first use, so that
+`python -m zenflow` can say that it is missing.
 """
 
 import atexit
@@ -11,8 +12,9 @@ import os
 from zenflow import _C
 from zenflow._C import __version__
 from zenflow.config import Config, config
+from zenflow.planner import plan
 
-__all__ = ["Config", "ZenFlowOptimizer", "__version__", "config"]
+__all__ = ["Config", "ZenFlowOptimizer", "__version__", "config", "plan"]
 
 # Host threads finish and join while the interpreter still stands.
 atexit.register(_C.shutdown)

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m zenflow`: prints what was built and found here, and what is missing. Needs no torch."""
+"""`python -m zenflow` prints what was built and found here, and what is missing; `python -m zenflow plan` says what a
+training would take. Needs no torch."""
 
 import argparse
 import os
 import sys
 
 import zenflow
+from zenflow import plan_command
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m zenflow", description="Print what was built and found here.")
     parser.add_argument("--version", action="version", version=f"zenflow {zenflow.__version__}")
-    parser.parse_args(arguments)
+    commands = parser.add_subparsers(dest="command", metavar="")
+    words = "say what a training would take: memory, traffic, stall"
+    plan_command.add_arguments(commands.add_parser("plan", help=words, description=words.capitalize() + "."))
+    parsed = parser.parse_args(arguments)
     try:
-        print(zenflow.config())
-    except (RuntimeError, ValueError) as error:  # a ZENFLOW_ISA that is unknown, or that this CPU lacks
+        plan_command.run(parsed) if parsed.command else print(zenflow.config())
+    except (MemoryError, RuntimeError, ValueError) as error:  # also of a ZENFLOW_ISA that is not here
         print(f"zenflow: {error}", file=sys.stderr)
         return 1
     return 0
