@@ -274,7 +274,7 @@ SelectivePass CudaDevice::staged_pass(Parameter& p, const StagedPlaces& places) 
   pass.columns = p.shape().columns;
   if (p.shape().count() > 0) pass.place = p.staged().moves_columns ? kept.map.place : maps_.at(&p).place;
   pass.packed_dtype = places.lane_dtype;
-  pass.slots = static_cast<int64_t>(places.slot_columns.size());
+  pass.slots = places.order.slots();
   pass.width = static_cast<int64_t>(places.block_columns.size());
   const int64_t bytes = pass.rows * pass.width * item_size(pass.gradient_dtype);
   pass.kept = grown<char>(kept.selected, std::max<int64_t>(1, bytes));
@@ -285,7 +285,7 @@ void CudaDevice::stage(const Operand& o) {
   const DeviceScope scope(ordinal_);
   Parameter& p = *o.parameter;
   const StagedPlaces to = p.staged_places();
-  if (p.staged().moves_columns) update_map(kept_[&p].map, to.slot_columns, to.block_columns);
+  if (p.staged().moves_columns) update_map(kept_[&p].map, to.order.columns(), to.block_columns);
   SelectivePass pass = staged_pass(p, to);
   pass.gradient = o.gradient.at(0);
   staging_.begin(compute(), 0);

@@ -104,7 +104,7 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   clock_.step = step;
   clock_.window_step = plan.ends_window ? 0 : clock_.window_step + 1;
   if (plan.selects) clock_.last_selection = step;
-  report_.total.steps = step;
+  ++report_.total.steps;
   if (plan.ends_window) {
     const Counters now = totals();
     report_.last_window = now - std::exchange(window_start_, now);

@@ -34,7 +34,7 @@ void Engine::stage(const Operand& o, const StepPlan& plan, bool measures) {
   p.prepare_staging(o.gradient.dtype(), std::move(selection), measures, squared_norm);
   device.stage(o);
   const StagedPlaces places = p.staged_places();
-  const bool both_sides = p.shape().rows > 0 && !places.block_columns.empty() && !places.slot_columns.empty();
+  const bool both_sides = p.shape().rows > 0 && !places.block_columns.empty() && places.order.slots() > 0;
   if (context_.settings.automatic && measures && !plan.warm_up && both_sides) device.sum_staged_sides(p);
 }
 

@@ -24,6 +24,7 @@ void HostJob::run(const Kernels& kernels, ThreadPool& pool) const {
                       static_cast<int64_t>(lanes.size()),
                       closes_window ? &move : nullptr,
                       written,
+                      rows * slots >= kStreamFrom,
                       &mean_fold,
                       static_cast<float>(gradient_count),
                       corrections.empty() ? nullptr : &columns,

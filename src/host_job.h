@@ -15,6 +15,9 @@ namespace zenflow {
 // thread.
 constexpr int64_t kHostGrain = 16384;
 
+// What is not read again soon goes past the caches, in arrays of so many elements and more.
+constexpr int64_t kStreamFrom = 65536;
+
 // AdamStep's corrections for columns that had different numbers of updates ("mean").
 struct ColumnCorrections {
   std::vector<float> step, root, ahead;

@@ -35,12 +35,30 @@ struct Update {
   int64_t lane_count;
   const AdamStep* move;   // null: fold only
   void* written;          // what the parameter is to hold, in its dtype; needed if `move` is set
+  bool streams;           // ... and is stored past the caches, as stream() does, where it is aligned
   const Fold* mean_fold;  // "mean" only: how the mean enters the moments
   float mean_count;       // "mean" only: how many gradients it is of
   // Element i belongs to column i % row_length of `columns`; null: `move`'s corrections hold for all.
   const ColumnSteps* columns;
   int64_t row_length;
 };
+
+// Slot `slot` holds column `column`, out of the order of columns.
+struct MovedSlot {
+  int32_t slot, column;
+};
+
+// Which column each slot of a packed row holds (slot_order.h). Masks have a bit for each column of the row: those that
+// the slots held in order when they were laid out, and those of them that their slots still hold.
+struct SlotMap {
+  const int32_t* columns;  // [slots]
+  int64_t slots, row_length;
+  const uint64_t *laid_out, *kept;
+  const MovedSlot* moved;  // all others
+  int64_t moved_count;
+};
+
+constexpr int64_t kOverrun = 64;  // bytes behind a packed row that gather() may write
 
 struct Kernels {
   const char* name;
@@ -53,6 +71,11 @@ struct Kernels {
   void (*add_squares)(const void* x, DType dtype, int64_t count, float* sums);
   void (*round_to)(const float* x, DType dtype, int64_t count, void* rounded);
   void (*widen)(const void* x, DType dtype, int64_t count, float* widened);
+  // packed[s] = row[column of slot s], and back; elements of `item` bytes (2 or 4). gather() may write kOverrun more.
+  void (*gather)(const SlotMap&, const void* row, int64_t item, void* packed);
+  void (*scatter)(const SlotMap&, const void* packed, int64_t item, void* row);
+  // A copy that leaves the caches alone; in order with other stores only after finish_streaming().
+  void (*stream)(void* to, const void* from, int64_t bytes);
 };
 
 const Kernels& scalar_kernels();

@@ -4,9 +4,13 @@
 // instruction set can stand in for another's.
 #pragma once
 
+#include <cstring>
+
 #include "kernels.h"
 
 namespace zenflow::ZENFLOW_ISA {
+
+constexpr int64_t kLine = 64;  // bytes of a cache line
 
 template <DType D>
 using Bits = typename BitsOf<D>::type;
@@ -50,7 +54,7 @@ ZENFLOW_INLINE Corrections corrections_of(const AdamStep& s, const ColumnSteps* 
           load_some<kF32>(columns->ahead, column, count)};
 }
 
-template <DType W>
+template <DType W, bool kStreams>
 ZENFLOW_INLINE void move_weight(const Update& u, const Corrections& c, Floats m, Floats v, int64_t i, int64_t count) {
   const AdamStep& s = *u.move;
   Floats w = load_some<kF32>(u.master, i, count);
@@ -59,10 +63,12 @@ ZENFLOW_INLINE void move_weight(const Update& u, const Corrections& c, Floats m,
     w = moved_weight(c.step, s.decay, q, w);
     store_some<kF32>(u.master, i, count, w);
   }
-  store_some<W>(u.written, i, count, s.ahead == 0.0f ? w : weight_ahead(c.ahead, q, w));
+  const Floats shown = s.ahead == 0.0f ? w : weight_ahead(c.ahead, q, w);
+  if (kStreams && count == kWidth) return stream_store<W>(u.written, i, shown);
+  store_some<W>(u.written, i, count, shown);
 }
 
-template <DType G, DType W>
+template <DType G, DType W, bool kStreams>
 ZENFLOW_INLINE void update_run(const Update& u, int64_t begin, int64_t end, int64_t first_column) {
   for_each_vector(begin, end, [&](int64_t i, int64_t count) {
     Floats m = load_some<kF32>(u.exp_avg, i, count);
@@ -74,11 +80,11 @@ ZENFLOW_INLINE void update_run(const Update& u, int64_t begin, int64_t end, int6
     store_some<kF32>(u.exp_avg, i, count, m);
     store_some<kF32>(u.exp_avg_sq, i, count, v);
     if (u.move == nullptr) return;
-    move_weight<W>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
+    move_weight<W, kStreams>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
   });
 }
 
-template <DType G, DType W>
+template <DType G, DType W, bool kStreams>
 ZENFLOW_INLINE void update_mean_run(const Update& u, int64_t begin, int64_t end, int64_t first_column) {
   for_each_vector(begin, end, [&](int64_t i, int64_t count) {
     Floats sum = u.sum != nullptr ? load_some<kF32>(u.sum, i, count) : Floats(0.0f);
@@ -92,7 +98,7 @@ ZENFLOW_INLINE void update_mean_run(const Update& u, int64_t begin, int64_t end,
     fold_gradient(*u.mean_fold, sum / Floats(u.mean_count), m, v);
     store_some<kF32>(u.exp_avg, i, count, m);
     store_some<kF32>(u.exp_avg_sq, i, count, v);
-    move_weight<W>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
+    move_weight<W, kStreams>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
   });
 }
 
@@ -109,14 +115,52 @@ ZENFLOW_INLINE void by_rows(const Update& u, int64_t begin, int64_t end, Run&& r
   }
 }
 
+template <DType W>
+ZENFLOW_INLINE bool streams(const Update& u, int64_t begin) {
+  const char* const first = static_cast<const char*>(u.written) + begin * item_size(W);
+  return u.streams && u.move != nullptr && reinterpret_cast<uintptr_t>(first) % (kWidth * item_size(W)) == 0;
+}
+
 template <DType G, DType W>
 void update(const Update& u, int64_t begin, int64_t end) {
-  by_rows(u, begin, end, [&](int64_t a, int64_t b, int64_t column) { update_run<G, W>(u, a, b, column); });
+  by_rows(u, begin, end, [&](int64_t a, int64_t b, int64_t column) {
+    streams<W>(u, a) ? update_run<G, W, true>(u, a, b, column) : update_run<G, W, false>(u, a, b, column);
+  });
 }
 
 template <DType G, DType W>
 void update_mean(const Update& u, int64_t begin, int64_t end) {
-  by_rows(u, begin, end, [&](int64_t a, int64_t b, int64_t column) { update_mean_run<G, W>(u, a, b, column); });
+  by_rows(u, begin, end, [&](int64_t a, int64_t b, int64_t column) {
+    streams<W>(u, a) ? update_mean_run<G, W, true>(u, a, b, column) : update_mean_run<G, W, false>(u, a, b, column);
+  });
+}
+
+template <class T>
+void gather_one_by_one(const SlotMap& map, const void* row, void* packed) {
+  for (int64_t s = 0; s < map.slots; ++s) static_cast<T*>(packed)[s] = static_cast<const T*>(row)[map.columns[s]];
+}
+
+template <class T>
+void scatter_one_by_one(const SlotMap& map, const void* packed, void* row) {
+  for (int64_t s = 0; s < map.slots; ++s) static_cast<T*>(row)[map.columns[s]] = static_cast<const T*>(packed)[s];
+}
+
+inline void gather(const SlotMap& map, const void* row, int64_t item, void* packed) {
+  item == 4 ? gather_one_by_one<uint32_t>(map, row, packed) : gather_one_by_one<uint16_t>(map, row, packed);
+}
+
+inline void scatter(const SlotMap& map, const void* packed, int64_t item, void* row) {
+  item == 4 ? scatter_one_by_one<uint32_t>(map, packed, row) : scatter_one_by_one<uint16_t>(map, packed, row);
+}
+
+inline void stream(void* to, const void* from, int64_t bytes) {
+  char* const out = static_cast<char*>(to);
+  const char* const in = static_cast<const char*>(from);
+  const int64_t before = (kLine - static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) % kLine)) % kLine;
+  int64_t i = before < bytes ? before : bytes;
+  std::memcpy(out, in, static_cast<size_t>(i));
+  for (; i + kLine <= bytes; i += kLine) stream_line(out + i, in + i);
+  std::memcpy(out + i, in + i, static_cast<size_t>(bytes - i));
 }
 
 template <DType D>
@@ -150,7 +194,10 @@ inline Kernels make_kernels(const char* name) {
               for_each_vector(0, count,
                               [&](int64_t i, int64_t n) { store_some<kF32>(widened, i, n, load_some<D>(x, i, n)); });
             });
-          }};
+          },
+          gather,
+          scatter,
+          stream};
 }
 
 }  // namespace zenflow::ZENFLOW_ISA

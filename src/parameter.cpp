@@ -127,13 +127,13 @@ const void* Parameter::live_selected(const TensorView& weight, int64_t r, void* 
 
 void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>* selection) {
   std::vector<int32_t> columns = selection != nullptr ? *selection : std::vector<int32_t>();
-  std::vector<int32_t> deferred = split_ ? columns_without(columns) : std::vector<int32_t>();
-  HostArrays arrays = split_ ? make_host_arrays(static_cast<int64_t>(deferred.size())) : HostArrays();
+  SlotOrder order = split_ ? SlotOrder(columns_without(columns), shape_.columns) : SlotOrder();
+  HostArrays arrays = split_ ? make_host_arrays(order.slots()) : HostArrays();
   if (split_ && context_.settings.mean) column_steps_.assign(static_cast<size_t>(shape_.columns), 0);
-  reserve_scratch(context_.pool, 4 * (split_ || !weight.contiguous() ? shape_.columns : kRun));
+  reserve_scratch(context_.pool, 4 * (split_ || !weight.contiguous() ? shape_.columns : kRun) + kOverrun);
   // Nothing has changed yet, and nothing throws from here on.
   arrays_ = std::move(arrays);
-  slot_columns_ = std::move(deferred);
+  order_ = std::move(order);
   block_columns_ = std::move(columns);
   if (!split_ || selection != nullptr) block_ = take_lent_block();
   has_selection_ = selection != nullptr;
@@ -145,7 +145,7 @@ void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>*
     context_.kernels.widen(live_selected(weight, r, staging.data()), dtype_, block_.width,
                            block_.master + r * block_.width);
     if (slots() == 0) return;
-    weight.gather(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
+    weight.gather(r, slot_columns().data(), slots(), host_row(arrays_.last_written, r));
     context_.kernels.widen(host_row(arrays_.last_written, r), dtype_, slots(), host.master + r * slots());
   });
   initialised_ = true;
@@ -177,25 +177,22 @@ ColumnSwap Parameter::swap_for(const std::vector<int32_t>& selection) const {
                       std::back_inserter(swap.joining));
   std::vector<int32_t> place(static_cast<size_t>(shape_.columns));
   for (size_t i = 0; i < block_columns_.size(); ++i) place[block_columns_[i]] = static_cast<int32_t>(i);
-  for (size_t s = 0; s < slot_columns_.size(); ++s) place[slot_columns_[s]] = static_cast<int32_t>(s);
+  for (int64_t s = 0; s < slots(); ++s) place[slot_columns()[s]] = static_cast<int32_t>(s);
   for (int32_t c : swap.leaving) swap.positions.push_back(place[c]);
   for (int32_t c : swap.joining) swap.slots.push_back(place[c]);
   return swap;
 }
 
-void Parameter::swap_places(const ColumnSwap& swap, std::vector<int32_t>& block_columns,
-                            std::vector<int32_t>& slot_columns) {
-  for (size_t i = 0; i < swap.leaving.size(); ++i) {
-    block_columns[swap.positions[i]] = swap.joining[i];
-    slot_columns[swap.slots[i]] = swap.leaving[i];
-  }
+void Parameter::swap_places(const ColumnSwap& swap, std::vector<int32_t>& block_columns, SlotOrder& order) {
+  for (size_t i = 0; i < swap.leaving.size(); ++i) block_columns[swap.positions[i]] = swap.joining[i];
+  order.put(swap.slots, swap.leaving);
 }
 
 void Parameter::hand_over(const TensorView& weight, const std::vector<int32_t>& selection) {
   const ColumnSwap swap = swap_for(selection);
   if (swap.count() == 0) return;
   device_.swap_columns(*this, weight, swap);
-  swap_places(swap, block_columns_, slot_columns_);
+  swap_places(swap, block_columns_, order_);
   device_.columns_moved(*this, weight);
 }
 
@@ -222,14 +219,14 @@ void Parameter::swap_row(const ColumnSwap& swap, const ColumnState& block, bool 
 
 // Lays both sides out anew: the first selection, or one of another size.
 void Parameter::repartition(const TensorView& weight, const std::vector<int32_t>& selection) {
-  std::vector<int32_t> deferred = columns_without(selection);
+  SlotOrder order(columns_without(selection), shape_.columns);
   std::vector<int32_t> columns = selection;
-  HostArrays arrays = make_host_arrays(static_cast<int64_t>(deferred.size()));
+  HostArrays arrays = make_host_arrays(order.slots());
   // Nothing has changed yet, and nothing throws from here on.
   const ColumnState old_block = std::exchange(block_, take_lent_block()), old_host = host();
   const HostArrays old_arrays = std::exchange(arrays_, std::move(arrays));
   const std::vector<int32_t> old_columns = std::exchange(block_columns_, std::move(columns));
-  const std::vector<int32_t> old_slots = std::exchange(slot_columns_, std::move(deferred));
+  const SlotOrder old_order = std::exchange(order_, std::move(order));
   lanes_ = HostArray();
   lane_count_ = 0;
 
@@ -238,11 +235,11 @@ void Parameter::repartition(const TensorView& weight, const std::vector<int32_t>
     Scratch full(shape_.columns * 4), settled(block_.width * item_size(dtype_));
     for (auto array : {&ColumnState::exp_avg, &ColumnState::exp_avg_sq, &ColumnState::master}) {
       scatter_row(old_block.*array, old_block.width, r, old_columns, full.floats());
-      scatter_row(old_host.*array, old_host.width, r, old_slots, full.floats());
+      scatter_row(old_host.*array, old_host.width, r, old_order.columns(), full.floats());
       gather_row(full.floats(), block_columns_, r, block_.*array, block_.width);
-      gather_row(full.floats(), slot_columns_, r, host.*array, host.width);
+      gather_row(full.floats(), slot_columns(), r, host.*array, host.width);
     }
-    weight.gather(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
+    weight.gather(r, slot_columns().data(), slots(), host_row(arrays_.last_written, r));
     context_.kernels.round_to(block_.master + r * block_.width, dtype_, block_.width, settled.data());
     weight.scatter(r, block_columns_.data(), block_.width, settled.data());
   });

@@ -23,6 +23,7 @@
 #include "host_job.h"
 #include "host_memory.h"
 #include "kernels.h"
+#include "slot_order.h"
 #include "tensor_view.h"
 #include "thread_pool.h"
 
@@ -133,7 +134,8 @@ struct StagedGradient {
   SideNorms sides;                                // here or on the device likewise, where parameters vote
   std::optional<std::vector<int32_t>> selection;  // that the coming step makes, ascending
   bool moves_columns = false;                     // the coming step does: to these places
-  std::vector<int32_t> block_columns, slot_columns;
+  std::vector<int32_t> block_columns;
+  SlotOrder order;
   HostArray lanes;  // where the coming step needs other ones than there are, `lane_count` of them
   int64_t lane_count = 0;
   std::vector<char> selected;  // [rows, width] of dtype; empty while the device has them
@@ -141,7 +143,8 @@ struct StagedGradient {
 
 // Where a staged gradient lies, by the columns of the block's positions and of the slots.
 struct StagedPlaces {
-  const std::vector<int32_t>&block_columns, &slot_columns;
+  const std::vector<int32_t>& block_columns;
+  const SlotOrder& order;
   char* selected;
   char* lane;  // [rows, slots] of lane_dtype
   DType lane_dtype;
@@ -165,7 +168,7 @@ class Parameter {
   bool has_selection() const { return has_selection_; }
   bool in_flight() const { return in_flight_; }
   int64_t steps() const { return steps_; }
-  int64_t slots() const { return static_cast<int64_t>(slot_columns_.size()); }
+  int64_t slots() const { return order_.slots(); }
   int64_t deferred_count() const { return shape_.rows * slots(); }
   bool has_both_sides() const { return deferred_count() > 0 && block_.width > 0; }
   const Window& window() const { return window_; }
@@ -176,7 +179,7 @@ class Parameter {
   ColumnState& block() { return block_; }
   std::optional<ColumnState>& lent_block() { return lent_; }
   const std::vector<int32_t>& block_columns() const { return block_columns_; }  // of each position; empty: not split
-  const std::vector<int32_t>& slot_columns() const { return slot_columns_; }
+  const std::vector<int32_t>& slot_columns() const { return order_.columns(); }
   const HostArrays& arrays() const { return arrays_; }
   DType lane_dtype() const { return lane_dtype_; }
   // Whether edits are found by comparing with what was last written, and nothing else needs a look.
@@ -275,8 +278,7 @@ class Parameter {
   // Whether the next selection swaps columns; else it lays both sides out anew.
   bool hands_over() const { return has_selection_ && !lent_; }
   ColumnSwap swap_for(const std::vector<int32_t>& selection) const;
-  static void swap_places(const ColumnSwap& swap, std::vector<int32_t>& block_columns,
-                          std::vector<int32_t>& slot_columns);
+  static void swap_places(const ColumnSwap& swap, std::vector<int32_t>& block_columns, SlotOrder& order);
   void foresee_layout(StagedGradient& staged) const;
   char* staged_selected();  // host memory for the selected columns
   std::vector<int32_t> columns_without(const std::vector<int32_t>& selection) const;
@@ -292,8 +294,10 @@ class Parameter {
   void update_selected(const TensorView& weight, const void* gradients, DType gradient, int64_t r,
                        const Update& all) const;
   void update_flat(const TensorView& weight, const TensorView& gradient, const Update& all) const;
-  void pack(const void* row, DType gradient, int64_t r, const std::vector<int32_t>& columns, DType lane_dtype,
-            char* lane) const;
+  void pack(const void* row, DType gradient, int64_t r, const SlotOrder& order, DType lane_dtype, char* lane) const;
+  // One row's deferred elements, between the weight and a packed row with room for kOverrun more.
+  void gather_deferred(const TensorView& weight, int64_t r, void* packed) const;
+  void scatter_deferred(const TensorView& weight, int64_t r, const void* packed) const;
   ColumnCorrections column_corrections(const std::vector<int32_t>& columns, const Hyper& h, double lookahead) const;
 
   const Context& context_;
@@ -307,7 +311,7 @@ class Parameter {
   ColumnState block_;
   std::optional<ColumnState> lent_;
   std::vector<int32_t> block_columns_;  // column of each position in the block; empty if not split
-  std::vector<int32_t> slot_columns_;   // column of each slot
+  SlotOrder order_;                     // of the deferred columns
   HostArrays arrays_;
   HostArray lanes_;  // [lane_count, rows, slots] of lane_dtype
   DType lane_dtype_ = DType::kFloat32;

@@ -12,15 +12,15 @@ namespace zenflow {
 // The order of columns after the coming step's selection, which hand_over() and repartition() will then make true.
 void Parameter::foresee_layout(StagedGradient& staged) const {
   if (!staged.selection) {
-    staged.slot_columns = columns_without({});
+    staged.order = SlotOrder(columns_without({}), shape_.columns);
   } else if (hands_over()) {
     const ColumnSwap swap = swap_for(*staged.selection);
     staged.block_columns = block_columns_;
-    staged.slot_columns = slot_columns_;
-    swap_places(swap, staged.block_columns, staged.slot_columns);
+    staged.order = order_;
+    swap_places(swap, staged.block_columns, staged.order);
   } else {
     staged.block_columns = *staged.selection;
-    staged.slot_columns = columns_without(*staged.selection);
+    staged.order = SlotOrder(columns_without(*staged.selection), shape_.columns);
   }
 }
 
@@ -35,8 +35,7 @@ void Parameter::prepare_staging(DType gradient, std::optional<std::vector<int32_
   if (staged.moves_columns) foresee_layout(staged);
   if (!keeps_lanes(staged.selection.has_value())) {
     staged.lane_count = wanted_lanes(staged.selection.has_value());
-    const int64_t slots = static_cast<int64_t>(staged.slot_columns.size());
-    staged.lanes = make_array(staged.lane_count * shape_.rows * slots, item_size(gradient), locker());
+    staged.lanes = make_array(staged.lane_count * shape_.rows * staged.order.slots(), item_size(gradient), locker());
   }
   staged.selected = std::move(staged_.selected);
   staged_ = std::move(staged);
@@ -51,9 +50,8 @@ char* Parameter::staged_selected() {
 StagedPlaces Parameter::staged_places() {
   StagedGradient& s = staged_;
   const bool own_lanes = s.lane_count > 0;
-  return {s.moves_columns ? s.block_columns : block_columns_, s.moves_columns ? s.slot_columns : slot_columns_,
-          s.selected.data(), own_lanes ? static_cast<char*>(s.lanes.data()) : lane(next_lane_),
-          own_lanes ? s.dtype : lane_dtype_};
+  return {s.moves_columns ? s.block_columns : block_columns_, s.moves_columns ? s.order : order_, s.selected.data(),
+          own_lanes ? static_cast<char*>(s.lanes.data()) : lane(next_lane_), own_lanes ? s.dtype : lane_dtype_};
 }
 
 void Parameter::stage(const TensorView& gradient) {
@@ -64,7 +62,7 @@ void Parameter::stage(const TensorView& gradient) {
     Scratch staging(gradient.staging_bytes());
     const void* row = gradient.row(r, staging.data());
     gather_run(gradient.dtype(), row, to.block_columns, to.selected + r * width * item);
-    pack(row, gradient.dtype(), r, to.slot_columns, to.lane_dtype, to.lane);
+    pack(row, gradient.dtype(), r, to.order, to.lane_dtype, to.lane);
   });
   staged_.present = true;
 }
@@ -73,7 +71,7 @@ void Parameter::unstage(void* gradient) {
   const StagedPlaces from = staged_places();
   const DType dtype = staged_.dtype;
   const int64_t width = static_cast<int64_t>(from.block_columns.size());
-  const int64_t slots = static_cast<int64_t>(from.slot_columns.size());
+  const int64_t slots = from.order.slots();
   with_bits(dtype, [&]<class Bits>() {
     for_rows(context_.pool, shape_, [&](int64_t r) {
       Bits* row = static_cast<Bits*>(gradient) + r * shape_.columns;
@@ -84,7 +82,7 @@ void Parameter::unstage(void* gradient) {
         packed = static_cast<const char*>(narrow.data());
       }
       scatter_row(reinterpret_cast<const Bits*>(from.selected), width, r, from.block_columns, row);
-      scatter_row(reinterpret_cast<const Bits*>(packed), slots, 0, from.slot_columns, row);
+      scatter_row(reinterpret_cast<const Bits*>(packed), slots, 0, from.order.columns(), row);
     });
   });
   discard_staged();

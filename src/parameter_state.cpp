@@ -70,10 +70,10 @@ void Parameter::export_state(const FullState& full) const {
     if (slots() > 0) {
       Scratch exp_avg(slots() * 4), exp_avg_sq(slots() * 4), sum(slots() * 4);
       fold_open_lanes(r, exp_avg.floats(), exp_avg_sq.floats(), sum.floats());
-      spread(exp_avg.floats(), slot_columns_, slots(), full.exp_avg + row);
-      spread(exp_avg_sq.floats(), slot_columns_, slots(), full.exp_avg_sq + row);
-      spread(host.master + r * slots(), slot_columns_, slots(), full.master + row);
-      if (full.window_sum != nullptr) spread(sum.floats(), slot_columns_, slots(), full.window_sum + row);
+      spread(exp_avg.floats(), slot_columns(), slots(), full.exp_avg + row);
+      spread(exp_avg_sq.floats(), slot_columns(), slots(), full.exp_avg_sq + row);
+      spread(host.master + r * slots(), slot_columns(), slots(), full.master + row);
+      if (full.window_sum != nullptr) spread(sum.floats(), slot_columns(), slots(), full.window_sum + row);
     }
     with_bits(dtype_, [&]<class Bits>() {
       Scratch settled(block_.width * item_size(dtype_));
@@ -83,7 +83,7 @@ void Parameter::export_state(const FullState& full) const {
            {std::pair{full.last_written, &arrays_.last_written}, std::pair{full.pending_output, &pending}}) {
         Bits* out = static_cast<Bits*>(tensor) + row;
         spread(static_cast<const Bits*>(settled.data()), block_columns_, block_.width, out);
-        if (slots() > 0) spread(reinterpret_cast<const Bits*>(host_row(*array, r)), slot_columns_, slots(), out);
+        if (slots() > 0) spread(reinterpret_cast<const Bits*>(host_row(*array, r)), slot_columns(), slots(), out);
       }
     });
   });
@@ -99,13 +99,14 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
   const int64_t columns = shape_.columns;
   std::vector<int32_t> selected, deferred;
   for (int32_t c = 0; split_ && c < columns; ++c) (full.selected[c] ? selected : deferred).push_back(c);
-  HostArrays arrays = split_ ? make_host_arrays(static_cast<int64_t>(deferred.size())) : HostArrays();
-  if (full.window_sum != nullptr && clock.window.count > 0 && !deferred.empty() && arrays.sum.data() == nullptr) {
-    arrays.sum = HostArray(shape_.rows * static_cast<int64_t>(deferred.size()) * 4);
+  SlotOrder order(std::move(deferred), columns);
+  HostArrays arrays = split_ ? make_host_arrays(order.slots()) : HostArrays();
+  if (full.window_sum != nullptr && clock.window.count > 0 && order.slots() > 0 && arrays.sum.data() == nullptr) {
+    arrays.sum = HostArray(shape_.rows * order.slots() * 4);
   }
   arrays_ = std::move(arrays);
   block_columns_ = std::move(selected);
-  slot_columns_ = std::move(deferred);
+  order_ = std::move(order);
   block_ = take_lent_block();
   has_selection_ = split_ && clock.has_selection;
   set_steps(clock.steps);
@@ -128,16 +129,16 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
     collect(full.exp_avg_sq + row, block_columns_, block_.width, block_.exp_avg_sq + block_row);
     collect(full.master + row, block_columns_, block_.width, block_.master + block_row);
     if (slots() == 0) return;
-    collect(full.exp_avg + row, slot_columns_, slots(), host.exp_avg + host_offset);
-    collect(full.exp_avg_sq + row, slot_columns_, slots(), host.exp_avg_sq + host_offset);
-    collect(full.master + row, slot_columns_, slots(), host.master + host_offset);
+    collect(full.exp_avg + row, slot_columns(), slots(), host.exp_avg + host_offset);
+    collect(full.exp_avg_sq + row, slot_columns(), slots(), host.exp_avg_sq + host_offset);
+    collect(full.master + row, slot_columns(), slots(), host.master + host_offset);
     if (arrays_.sum.data() != nullptr && full.window_sum != nullptr) {
-      collect(full.window_sum + row, slot_columns_, slots(), static_cast<float*>(arrays_.sum.data()) + host_offset);
+      collect(full.window_sum + row, slot_columns(), slots(), static_cast<float*>(arrays_.sum.data()) + host_offset);
     }
     with_bits(dtype_, [&]<class Bits>() {
-      collect(static_cast<const Bits*>(full.last_written) + row, slot_columns_, slots(),
+      collect(static_cast<const Bits*>(full.last_written) + row, slot_columns(), slots(),
               reinterpret_cast<Bits*>(host_row(arrays_.last_written, r)));
-      collect(static_cast<const Bits*>(full.pending_output) + row, slot_columns_, slots(),
+      collect(static_cast<const Bits*>(full.pending_output) + row, slot_columns(), slots(),
               reinterpret_cast<Bits*>(host_row(arrays_.pending, r)));
     });
   });

@@ -60,7 +60,7 @@ template <class Work>
 void Parameter::with_update(const GradientStep& step, Work&& work) const {
   const Lane gradient_lane{nullptr, step.fold};
   const ColumnSteps column_steps = step.corrections.view();
-  work(Update{block_.master, block_.exp_avg, block_.exp_avg_sq, nullptr, &gradient_lane, 1, &step.move, nullptr,
+  work(Update{block_.master, block_.exp_avg, block_.exp_avg_sq, nullptr, &gradient_lane, 1, &step.move, nullptr, false,
               nullptr, 1.0f, step.corrections.empty() ? nullptr : &column_steps, block_.width});
 }
 
@@ -74,7 +74,7 @@ void Parameter::apply(const TensorView& weight, const TensorView& gradient, cons
       const void* row = gradient.row(r, staging.data());
       if (split_) gather_run(dtype, row, block_columns_, selected.data());
       if (block_.width > 0) update_selected(weight, split_ ? selected.data() : row, dtype, r, update);
-      if (step.lane != nullptr) pack(row, dtype, r, slot_columns_, lane_dtype_, step.lane);
+      if (step.lane != nullptr) pack(row, dtype, r, order_, lane_dtype_, step.lane);
     });
   });
 }
@@ -121,14 +121,29 @@ void Parameter::update_flat(const TensorView& weight, const TensorView& gradient
   });
 }
 
-void Parameter::pack(const void* row, DType gradient, int64_t r, const std::vector<int32_t>& columns, DType lane_dtype,
+void Parameter::pack(const void* row, DType gradient, int64_t r, const SlotOrder& order, DType lane_dtype,
                      char* lane) const {
-  const int64_t count = static_cast<int64_t>(columns.size());
-  char* packed = lane + r * count * item_size(lane_dtype);
-  if (lane_dtype == gradient) return gather_run(gradient, row, columns, packed);
-  Scratch narrow(count * item_size(gradient));
-  gather_run(gradient, row, columns, narrow.data());
-  context_.kernels.widen(narrow.data(), gradient, count, reinterpret_cast<float*>(packed));
+  const int64_t count = order.slots(), bytes = count * item_size(lane_dtype);
+  char* const to = lane + r * bytes;
+  Scratch packed(count * item_size(gradient) + kOverrun);
+  context_.kernels.gather(order.map(), row, item_size(gradient), packed.data());
+  if (lane_dtype != gradient) {
+    context_.kernels.widen(packed.data(), gradient, count, reinterpret_cast<float*>(to));
+  } else if (shape_.rows * count >= kStreamFrom) {
+    context_.kernels.stream(to, packed.data(), bytes);
+  } else {
+    std::memcpy(to, packed.data(), static_cast<size_t>(bytes));
+  }
+}
+
+void Parameter::gather_deferred(const TensorView& weight, int64_t r, void* packed) const {
+  if (!weight.rows_contiguous()) return weight.gather(r, slot_columns().data(), slots(), packed);
+  context_.kernels.gather(order_.map(), weight.row(r), item_size(dtype_), packed);
+}
+
+void Parameter::scatter_deferred(const TensorView& weight, int64_t r, const void* packed) const {
+  if (!weight.rows_contiguous()) return weight.scatter(r, slot_columns().data(), slots(), packed);
+  context_.kernels.scatter(order_.map(), packed, item_size(dtype_), weight.row(r));
 }
 
 std::vector<LateLane> Parameter::late_lanes() const {
@@ -172,11 +187,11 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
   if (!context_.settings.mean) {
     job.move = make_adam_step(window.last, window.lr_sum, window.keep, steps_, lookahead);
   } else {
-    for (int32_t c : slot_columns_) ++column_steps_[static_cast<size_t>(c)];
+    for (int32_t c : slot_columns()) ++column_steps_[static_cast<size_t>(c)];
     const double decay = window.last.lr * window.last.weight_decay;
     job.move = make_adam_step(window.last, window.last.lr, 1.0 - decay, steps_, lookahead);
     job.mean_fold = make_fold(window.last, 1.0);
-    job.corrections = column_corrections(slot_columns_, window.last, lookahead);
+    job.corrections = column_corrections(slot_columns(), window.last, lookahead);
   }
   in_flight_ = true;
   return job;
@@ -194,8 +209,8 @@ void Parameter::adopt_deferred_row(const TensorView& weight, int64_t r) {
   const int64_t bytes = slots() * item_size(dtype_);
   float* master = host().master + r * slots();
   char* last = host_row(arrays_.last_written, r);
-  Scratch live(bytes), settled(bytes);
-  weight.gather(r, slot_columns_.data(), slots(), live.data());
+  Scratch live(bytes + kOverrun), settled(bytes);
+  gather_deferred(weight, r, live.data());
   if (shows_settled_ || imported_) context_.kernels.round_to(master, dtype_, slots(), settled.data());
   for_differences(dtype_, live.data(), shows_settled_ ? settled.data() : last, slots(), [&](int64_t i) {
     const size_t item = static_cast<size_t>(item_size(dtype_)), at = static_cast<size_t>(i) * item;
@@ -221,7 +236,7 @@ void Parameter::adopt_edits(const TensorView& weight) {
 void Parameter::publish(const TensorView& weight) {
   for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
     adopt_deferred_row(weight, r);
-    weight.scatter(r, slot_columns_.data(), slots(), host_row(arrays_.pending, r));
+    scatter_deferred(weight, r, host_row(arrays_.pending, r));
   });
   published();
 }
@@ -236,7 +251,7 @@ void Parameter::write_settled(const TensorView& weight) {
     adopt_deferred_row(weight, r);
     char* last = host_row(arrays_.last_written, r);
     context_.kernels.round_to(host().master + r * slots(), dtype_, slots(), last);
-    weight.scatter(r, slot_columns_.data(), slots(), last);
+    scatter_deferred(weight, r, last);
   });
   in_flight_ = false;
 }
@@ -246,7 +261,7 @@ void Parameter::show_settled(const TensorView& weight) {
     adopt_deferred_row(weight, r);
     Scratch settled(slots() * item_size(dtype_));
     context_.kernels.round_to(host().master + r * slots(), dtype_, slots(), settled.data());
-    weight.scatter(r, slot_columns_.data(), slots(), settled.data());
+    scatter_deferred(weight, r, settled.data());
   });
   shows_settled_ = true;
 }
@@ -254,7 +269,7 @@ void Parameter::show_settled(const TensorView& weight) {
 void Parameter::show_training(const TensorView& weight) {
   for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
     adopt_deferred_row(weight, r);
-    weight.scatter(r, slot_columns_.data(), slots(), host_row(arrays_.last_written, r));
+    scatter_deferred(weight, r, host_row(arrays_.last_written, r));
   });
   shows_settled_ = false;
 }

@@ -58,18 +58,35 @@ ZENFLOW_INLINE __m256i bfloat16_bits(__m256 x) {
 }
 
 template <DType D>
+ZENFLOW_INLINE __m128i half_bits(Floats value) {
+  if constexpr (D == DType::kFloat16) return _mm256_cvtps_ph(value.v, _MM_FROUND_TO_NEAREST_INT);
+  const __m256i wide = bfloat16_bits(value.v);
+  return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+}
+
+template <DType D>
 ZENFLOW_INLINE void store(void* x, int64_t i, Floats value) {
   if constexpr (D == DType::kFloat32) {
     _mm256_storeu_ps(static_cast<float*>(x) + i, value.v);
   } else {
-    __m128i bits;
-    if constexpr (D == DType::kFloat16) {
-      bits = _mm256_cvtps_ph(value.v, _MM_FROUND_TO_NEAREST_INT);
-    } else {
-      const __m256i wide = bfloat16_bits(value.v);
-      bits = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-    }
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(x) + i), bits);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(x) + i), half_bits<D>(value));
+  }
+}
+
+// Past the caches; to aligned vectors only.
+template <DType D>
+ZENFLOW_INLINE void stream_store(void* x, int64_t i, Floats value) {
+  if constexpr (D == DType::kFloat32) {
+    _mm256_stream_ps(static_cast<float*>(x) + i, value.v);
+  } else {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(x) + i), half_bits<D>(value));
+  }
+}
+
+ZENFLOW_INLINE void stream_line(char* to, const char* from) {
+  for (int half = 0; half < 2; ++half) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + half, bits);
   }
 }
 

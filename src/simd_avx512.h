@@ -62,18 +62,32 @@ ZENFLOW_INLINE __m512i bfloat16_bits(__m512 x) {
 }
 
 template <DType D>
+ZENFLOW_INLINE __m256i half_bits(Floats value) {
+  if constexpr (D == DType::kFloat16) return _mm512_cvtps_ph(value.v, _MM_FROUND_TO_NEAREST_INT);
+  return _mm512_cvtepi32_epi16(bfloat16_bits(value.v));
+}
+
+template <DType D>
 ZENFLOW_INLINE void store(void* x, int64_t i, Floats value) {
   if constexpr (D == DType::kFloat32) {
     _mm512_storeu_ps(static_cast<float*>(x) + i, value.v);
   } else {
-    __m256i bits;
-    if constexpr (D == DType::kFloat16) {
-      bits = _mm512_cvtps_ph(value.v, _MM_FROUND_TO_NEAREST_INT);
-    } else {
-      bits = _mm512_cvtepi32_epi16(bfloat16_bits(value.v));
-    }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(x) + i), bits);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(x) + i), half_bits<D>(value));
   }
+}
+
+// Past the caches; to aligned vectors only.
+template <DType D>
+ZENFLOW_INLINE void stream_store(void* x, int64_t i, Floats value) {
+  if constexpr (D == DType::kFloat32) {
+    _mm512_stream_ps(static_cast<float*>(x) + i, value.v);
+  } else {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(x) + i), half_bits<D>(value));
+  }
+}
+
+ZENFLOW_INLINE void stream_line(char* to, const char* from) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
 }
 
 }  // namespace zenflow::ZENFLOW_ISA

@@ -3,6 +3,8 @@
 // library call.
 #pragma once
 
+#include <cstring>
+
 #include "adam.h"
 #include "dtype.h"
 
@@ -19,6 +21,15 @@ ZENFLOW_INLINE Floats load(const void* x, int64_t i) {
 template <DType D>
 ZENFLOW_INLINE void store(void* x, int64_t i, Floats value) {
   static_cast<typename BitsOf<D>::type*>(x)[i] = round_to<D>(value);
+}
+
+template <DType D>
+ZENFLOW_INLINE void stream_store(void* x, int64_t i, Floats value) {
+  store<D>(x, i, value);
+}
+
+ZENFLOW_INLINE void stream_line(char* to, const char* from) {
+  std::memcpy(to, from, 64);
 }
 
 }  // namespace zenflow::ZENFLOW_ISA

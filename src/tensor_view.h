@@ -42,6 +42,9 @@ class TensorView {
   const void* row(int64_t r, void* staging) const;
   int64_t staging_bytes() const { return rows_contiguous() ? 0 : shape_.columns * item_size(dtype_); }
 
+  // Row r's own memory; only where rows are contiguous.
+  void* row(int64_t r) const { return at(row_offset(r)); }
+
   // Contiguous views only.
   void* at(int64_t element) const { return data_ + element * item_size(dtype_); }
 

@@ -15,7 +15,9 @@
 #include <utility>
 
 #include "floating_point_mode.h"
+
 #include "fork.h"
+#include "streaming.h"
 
 namespace zenflow {
 namespace {
@@ -78,6 +80,7 @@ void run_part(Crew& crew, int part) {
   const FloatingPointMode mode;
   try {
     (*crew.body)(range.begin, range.end);
+    finish_streaming();
   } catch (...) {
     crew.errors[part] = std::current_exception();
   }

@@ -152,6 +152,7 @@ void update_in_pieces(Random& random, const Kernels& kernels, Case& c, State& s,
   u.lanes = lanes.data(), u.lane_count = static_cast<int64_t>(lanes.size());
   u.move = c.moves_weight ? &c.move : nullptr;
   u.written = s.written.data();
+  u.streams = random.chance(50);
   u.mean_fold = &c.mean_fold, u.mean_count = static_cast<float>(lanes.size());
   u.columns = c.has_columns ? &columns : nullptr, u.row_length = c.row_length;
 
