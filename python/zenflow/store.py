@@ -74,8 +74,9 @@ class Store:
         """Makes records for (p, split, topk_ratio) triples; the engine reads their weights in its next call."""
         memory.choose_host_buffer(self.host_buffer, parameters, self.settings)
         for p, split, _ in parameters:
-            record = self._prepared.pop(p, None)
+            record = self._prepared.get(p)
             self._keep(p, record if record and record.is_for(p) else self._make_record(p, split))
+            self._prepared.pop(p, None)  # last: until then what is staged for p is found under it
 
     def drop(self, parameters):
         """Frees the state of these parameters; what they owe is lost."""
