@@ -277,6 +277,7 @@ void bind_engine(py::module_& m) {
       .def("report", [](Engine& e) {
         const Report r = report_of(e);
         return py::dict("total"_a = counters_dict(r.total), "last_window"_a = counters_dict(r.last_window),
+                        "host_update_span"_a = py::make_tuple(r.host_update.begin, r.host_update.end),
                         "gradient_norm"_a = r.gradient_norm, "selection_overlap"_a = r.selection_overlap);
       });
 }

@@ -14,6 +14,30 @@
 
 namespace zenflow {
 
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+void HostTimes::add(TimeSpan span) {
+  const std::lock_guard lock(mutex_);
+  seconds_ += span.end - span.begin;
+  last_ = span;
+}
+
+double HostTimes::seconds() const {
+  const std::lock_guard lock(mutex_);
+  return seconds_;
+}
+
+TimeSpan HostTimes::last() const {
+  const std::lock_guard lock(mutex_);
+  return last_;
+}
+
 Counters Counters::operator-(const Counters& o) const {
   return {steps - o.steps,
           stall_seconds - o.stall_seconds,
@@ -335,11 +359,13 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
     for (const auto& device : devices_) {
       if (auto arrival = device->arrival()) arrivals.push_back(std::move(arrival));
     }
-    last_ticket_ = updater_.submit(
-        [jobs = std::move(jobs), arrivals = std::move(arrivals), &kernels = context_.kernels](ThreadPool& pool) {
-          for (const auto& arrive : arrivals) arrive();
-          for (const HostJob& job : jobs) job.run(kernels, pool);
-        });
+    last_ticket_ = updater_.submit([jobs = std::move(jobs), arrivals = std::move(arrivals), &kernels = context_.kernels,
+                                    &times = host_times_](ThreadPool& pool) {
+      for (const auto& arrive : arrivals) arrive();
+      const double begin = now();
+      for (const HostJob& job : jobs) job.run(kernels, pool);
+      times.add({begin, now()});
+    });
     lane_tickets_[lane_round()] = last_ticket_;
   }
   if (!plan.ends_window) return;
@@ -367,9 +393,9 @@ void Engine::publish_in_flight(std::span<const Operand> operands) {
 
 void Engine::wait(HostUpdater::Ticket ticket) {
   if (broken_) std::rethrow_exception(broken_);
-  const auto start = std::chrono::steady_clock::now();
+  const double begin = now();
   updater_.wait(ticket);
-  report_.total.stall_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  report_.total.stall_seconds += now() - begin;
 }
 
 // Waits for the host first: what work does needs it idle.
@@ -453,7 +479,7 @@ void Engine::set_clock(const Clock& clock) {
 
 Counters Engine::totals() const {
   Counters totals = report_.total;
-  totals.host_update_seconds = updater_.busy_seconds();
+  totals.host_update_seconds = host_times_.seconds();
   return totals;
 }
 
@@ -462,6 +488,7 @@ Report Engine::report() {
   keep_late_norms();
   Report report = report_;
   report.total = totals();
+  report.host_update = host_times_.last();
   return report;
 }
 

@@ -12,6 +12,7 @@
 #include <exception>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
@@ -41,7 +42,7 @@ struct StepPlan {
 struct Counters {
   int64_t steps = 0;
   double stall_seconds = 0;        // step() waited for the host
-  double host_update_seconds = 0;  // the background thread worked
+  double host_update_seconds = 0;  // the background thread worked, once its gradients were there
   int64_t d2h_bytes = 0;           // gradients packed for the host
   int64_t h2d_bytes = 0;           // deferred weights published
   int64_t handover_bytes = 0;      // state of columns that changed sides, both ways
@@ -50,8 +51,14 @@ struct Counters {
   Counters operator-(const Counters& other) const;
 };
 
+// By the steady clock, in seconds.
+struct TimeSpan {
+  double begin = 0, end = 0;
+};
+
 struct Report {
   Counters total, last_window;
+  TimeSpan host_update;                                                 // the last one that has ended
   double gradient_norm = std::numeric_limits<double>::quiet_NaN();      // of the last clipped step
   double selection_overlap = std::numeric_limits<double>::quiet_NaN();  // share of columns that the last selection kept
 };
@@ -59,6 +66,19 @@ struct Report {
 // Selected columns before a selection, and how many of them it keeps.
 struct Overlap {
   int64_t before = 0, kept = 0;
+};
+
+// What host updates took.
+class HostTimes {
+ public:
+  void add(TimeSpan span);
+  double seconds() const;
+  TimeSpan last() const;
+
+ private:
+  mutable std::mutex mutex_;  // the background thread adds
+  double seconds_ = 0;
+  TimeSpan last_;
 };
 
 class Engine {
@@ -166,6 +186,7 @@ class Engine {
   Context context_;
   std::vector<std::unique_ptr<Device>> devices_;
   std::vector<Entry> parameters_;
+  HostTimes host_times_;
   HostUpdater updater_;  // after what its jobs write: its destructor finishes them
   Clock clock_;
   bool owes_sides_ = false;  // the last step's are not counted yet

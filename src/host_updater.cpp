@@ -2,7 +2,6 @@
 #include "host_updater.h"
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -19,7 +18,6 @@
 namespace zenflow {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Work = std::function<void(ThreadPool&)>;
 using Lock = std::unique_lock<std::mutex>;
 
@@ -58,7 +56,6 @@ class HostUpdater::Impl : public ForkMember {
   void shutdown() noexcept override;
 
   ThreadPool pool;
-  std::atomic<int64_t> busy_nanoseconds{0};
 
  private:
   // All with the desk's mutex locked.
@@ -98,7 +95,6 @@ void HostUpdater::Impl::serve(Desk& desk) {
 }
 
 std::exception_ptr HostUpdater::Impl::run(Work work) {
-  const auto begin = Clock::now();
   std::exception_ptr error;
   {
     const RoleScope role(thread_role().in_job);
@@ -109,7 +105,6 @@ std::exception_ptr HostUpdater::Impl::run(Work work) {
       error = std::current_exception();
     }
   }
-  busy_nanoseconds += std::chrono::nanoseconds(Clock::now() - begin).count();
   return error;
 }
 
@@ -239,10 +234,6 @@ void HostUpdater::wait_all() {
 
 ThreadPool& HostUpdater::pool() {
   return impl_->pool;
-}
-
-double HostUpdater::busy_seconds() const {
-  return static_cast<double>(impl_->busy_nanoseconds) * 1e-9;
 }
 
 }  // namespace zenflow

@@ -42,9 +42,6 @@ class HostUpdater {
   // For use while no job is queued or running.
   ThreadPool& pool();
 
-  // Time spent in jobs since construction.
-  double busy_seconds() const;
-
  private:
   class Impl;
   std::shared_ptr<Impl> impl_;
