@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command each, on a fresh machine too: `make test`, `make demo`. Steps are remembered in .venv/stamps and
-# redone when their inputs change. Settings: PYTHON (3.11 or newer), JOBS, WERROR (ON in CI), PYTEST and DEMO
-# (arguments for pytest and for examples/finetune.py).
+# redone when their inputs change. Settings: PYTHON (3.11 or newer), JOBS, WERROR (ON in CI), PYTEST, DEMO
+# and STALL (arguments for pytest, examples/finetune.py and benchmarks/bench_stall.py).
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 WERROR ?= $(if $(CI),ON,OFF)
@@ -16,7 +16,8 @@ native_sources := $(wildcard src/*.cpp src/*.h cuda/*.cu cuda/*.cpp cuda/*.h)
 cpp_files := $(native_sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h) $(wildcard tests/cuda_emulation/*.cpp tests/cuda_emulation/*.h)
 build_files := CMakeLists.txt cmake/cuda.cmake setup.py pyproject.toml
 
-.PHONY: build test lint core-tests emulation-tests barrier-mutations emulated-python-tests python-tests demo format clean
+.PHONY: build test lint core-tests emulation-tests barrier-mutations emulated-python-tests python-tests demo paced \
+  bench-stall format clean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/build
@@ -79,6 +80,17 @@ emulated-python-tests: emulation-tests-none
 
 python-tests: $(STAMPS)/build
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
+
+# zenflow on the emulated device as a benchmark needs it; and the benchmark, with STALL as its arguments.
+paced: $(STAMPS)/requirements
+	@mkdir -p build
+	@cmake -S tests/cuda_emulation -B build/paced -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DZENFLOW_PACED=ON \
+	  -DZENFLOW_PYTHON_DIR=$(CURDIR)/build/paced/python -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > build/paced.log 2>&1 || { cat build/paced.log; exit 1; }
+	cmake --build build/paced --target _C --parallel $(JOBS)
+
+bench-stall: paced
+	PYTHONPATH=build/paced/python $(BIN)/python benchmarks/bench_stall.py $(STALL)
 
 demo: $(STAMPS)/demo
 	$(BIN)/python examples/finetune.py $(DEMO)

@@ -2,6 +2,7 @@
 """The benchmarks run where there is no GPU, say so, and count right."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -15,14 +16,24 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import device_trace  # noqa: E402
+import stall_scenarios  # noqa: E402
 import step_methods  # noqa: E402
 import timing  # noqa: E402
+import zenflow  # noqa: E402
 from bench_step import publishing_ratio  # noqa: E402
 
+EMULATED = next(
+    (path for name in ("paced", "emulation-none") if (path := BENCHMARKS.parent / "build" / name / "python").is_dir()),
+    None,
+)
 
-def run(name, *arguments):
+
+def run(name, *arguments, path=None):
     command = [sys.executable, BENCHMARKS / name, *arguments]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(path)} if path else None
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=600, check=False, env=environment
+    )
 
 
 def test_kernels_on_cpu_tensors():
@@ -49,6 +60,31 @@ def test_steps_on_cpu_tensors():
         assert method.label in done.stdout
     assert "nothing here says anything about a GPU" in done.stdout
     assert "DeepSpeed 0.19.6 ZenFlow: it needs a GPU" in done.stdout
+
+
+@pytest.mark.skipif(EMULATED is None, reason="zenflow was not built on the emulated device: make paced")
+def test_what_crosses_the_simulated_link_is_what_the_formula_says():
+    methods = {"none": 0.0, "synchronous": 2.0, "default": 1.125, "leaving": 1.125}
+    done = run("bench_stall.py", "--quick", "--methods", ",".join(methods), path=EMULATED)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith(("0.000", "2.000", "1.125"))]
+    assert [(float(row[-2]), float(row[-1])) for row in rows] == [(x, x) for x in methods.values()], done.stdout
+
+
+@pytest.mark.skipif(hasattr(zenflow._C, "emulation"), reason="this zenflow is on the emulated device")
+def test_the_simulated_device_says_what_it_needs():
+    done = run("bench_stall.py")
+    assert done.returncode == 1
+    assert "make bench-stall" in done.stderr
+
+
+def test_stall_scenarios_keep_their_ratios():
+    for scenario in stall_scenarios.SCENARIOS.values():
+        device, link = scenario.scaled(host_seconds_here=0.1, bytes_here=2e8)
+        assert 0.1 / device == pytest.approx(scenario.host / scenario.device)
+        assert 2e8 / link / device == pytest.approx(scenario.copy / scenario.device)
+    llama = stall_scenarios.SCENARIOS["a100"]
+    assert llama.device + llama.copy + llama.host == pytest.approx(6.79)
 
 
 def test_results_carry_machine_and_command(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@
 
 #include "cuda_runtime.h"
 #include "errors.h"      // kept_text, clear_error, fail_next
+#include "pace.h"        // set_pace, clear_pace, take_occupied
 #include "stream.h"      // set_seed, set_delay, hold
 #include "wait_sites.h"  // wait_sites, delete_wait, restore_waits
 
@@ -25,6 +26,9 @@ void fail_host_register(bool fails);
 
 // cudaStreamIsCapturing will say so.
 void set_capturing(cudaStream_t stream, bool capturing);
+
+// Something that takes this long on a paced stream, as a forward pass does.
+void queue_work(cudaStream_t stream, double seconds);
 
 void set_device_count(int count);
 // The next created stream is "stream 1" again, so that a second run in a process gets the labels of the first.

@@ -56,6 +56,18 @@ py::list wait_sites() {
   return sites;
 }
 
+// (stream, what it did, bytes, begin and end in seconds of time.monotonic()) of each.
+py::list take_occupied() {
+  static constexpr const char* names[] = {"", "work", "kernel", "down", "up"};
+  const auto seconds = [](emulation::Instant t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); };
+  py::list all;
+  for (const auto& o : emulation::take_occupied()) {
+    all.append(
+        py::make_tuple(o.stream, names[static_cast<int>(o.activity)], o.bytes, seconds(o.begin), seconds(o.end)));
+  }
+  return all;
+}
+
 bool in_use(uintptr_t address, size_t bytes) {
   return emulation::queued_work_touches({address, bytes});
 }
@@ -93,6 +105,17 @@ void bind_emulation(py::module_& module) {
   m.def("forget_wait_sites", &emulation::forget_wait_sites);
   m.def("delete_wait", &emulation::delete_wait, "place"_a, "producers"_a);
   m.def("restore_waits", &emulation::restore_waits);
+
+  m.def(
+      "set_pace",
+      [](double link, double kernel, bool moves_bytes, std::vector<std::string> runs) {
+        emulation::set_pace({link, kernel, moves_bytes, std::move(runs)});
+      },
+      py::kw_only(), "link_bytes_per_second"_a, "kernel_seconds"_a, "moves_bytes"_a, "runs"_a);
+  m.def(
+      "queue_work", [](uintptr_t stream, double seconds) { emulation::queue_work(stream_of(stream), seconds); },
+      "stream"_a, "seconds"_a);
+  m.def("take_occupied", &take_occupied);
 
   m.def("fail_host_register", &emulation::fail_host_register, "fails"_a);
   m.def(

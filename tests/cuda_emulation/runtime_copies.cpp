@@ -10,6 +10,7 @@
 #include "devices.h"
 #include "errors.h"
 #include "memory.h"
+#include "pace.h"
 
 namespace emulation {
 namespace {
@@ -66,6 +67,12 @@ void perform(const Copy& copy, Random& random) {
   }
 }
 
+Cost cost_of(const Copy& copy, Space to, Space from) {
+  const auto bytes = static_cast<int64_t>(copy.width * copy.height);
+  if ((to == Space::kDevice) == (from == Space::kDevice)) return {};
+  return {to == Space::kDevice ? Activity::kUp : Activity::kDown, bytes};
+}
+
 // Returns whether the call must wait for the copy.
 bool queue_copy(Copy copy, cudaMemcpyKind kind, Stream& stream) {
   const Space to = check_range(copy.to, copy.destination().bytes, "to", stream);
@@ -86,11 +93,13 @@ bool queue_copy(Copy copy, cudaMemcpyKind kind, Stream& stream) {
     copy.from = staged->data();
     touches.pop_back();
   }
+  const bool pageable = from == Space::kPageable || to == Space::kPageable;
+  const bool moves = !is_paced() || pageable || (to == from) || pace().moves_bytes;
   stream.queue(
-      [copy, staged](Random& random) {
-        if (kept_error() == cudaSuccess) perform(copy, random);
+      [copy, staged, moves](Random& random) {
+        if (moves && kept_error() == cudaSuccess) perform(copy, random);
       },
-      std::move(touches));
+      std::move(touches), cost_of(copy, to, from));
   return to == Space::kPageable;
 }
 

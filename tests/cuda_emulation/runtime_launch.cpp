@@ -11,6 +11,7 @@
 #include "devices.h"
 #include "errors.h"
 #include "memory.h"
+#include "pace.h"
 #include "symbol.h"
 
 namespace emulation {
@@ -94,8 +95,9 @@ cudaError_t launch_kernel(const void* function, KernelCall call, const Parameter
     }
     const auto arguments = std::make_shared<const Arguments>(parameters, count, values);
     auto touches = check_arguments(*arguments, *stream, function);
+    const bool runs = !is_paced() || runs_in_pace(function);
     const auto work = [=](Random& random) {
-      if (kept_error() != cudaSuccess) return;
+      if (kept_error() != cudaSuccess || !runs) return;
       std::string failure;
       {
         const Visible visible;
@@ -103,7 +105,7 @@ cudaError_t launch_kernel(const void* function, KernelCall call, const Parameter
       }
       if (!failure.empty()) keep({cudaErrorLaunchFailure, failure});
     };
-    stream->queue(work, std::move(touches));
+    stream->queue(work, std::move(touches), {Activity::kKernel, 0, is_paced() ? pace().kernel_seconds : 0});
     return cudaSuccess;
   });
 }

@@ -179,6 +179,11 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   });
 }
 
+void emulation::queue_work(cudaStream_t stream, double seconds) {
+  const Invisible invisible;
+  stream_of(stream)->queue([](Random&) {}, {}, {Activity::kWork, 0, seconds});
+}
+
 void emulation::set_capturing(cudaStream_t stream, bool capturing) {
   const Invisible invisible;
   stream_of(stream)->capturing = capturing;

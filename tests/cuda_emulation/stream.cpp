@@ -60,8 +60,9 @@ std::shared_ptr<Stream> Stream::make(int device, const std::string& label) {
   return stream;
 }
 
-uint64_t Stream::push(Work work, std::vector<Span> touches, bool sleeps) {
-  auto operation = std::make_unique<Operation>(Operation{std::move(work), std::move(touches), sleeps, 0});
+uint64_t Stream::push(Work work, std::vector<Span> touches, bool sleeps, const Cost& cost) {
+  const Instant now = std::chrono::steady_clock::now();
+  auto operation = std::make_unique<Operation>(Operation{std::move(work), std::move(touches), sleeps, cost, now, 0});
   release(operation.get());
   const Lock lock(machine().mutex);
   operation->sequence = ++queued_;
@@ -70,17 +71,17 @@ uint64_t Stream::push(Work work, std::vector<Span> touches, bool sleeps) {
   return queued_;
 }
 
-void Stream::queue(Work work, std::vector<Span> touches) {
-  push(std::move(work), std::move(touches), true);
+void Stream::queue(Work work, std::vector<Span> touches, const Cost& cost) {
+  push(std::move(work), std::move(touches), true, cost);
 }
 
 std::shared_ptr<Record> Stream::record() {
   auto record = std::make_shared<Record>();
   record->stream = shared_from_this();
-  const auto complete = [record](Random&) {
+  const auto complete = [this, record](Random&) {
     release(record.get());
     const Lock lock(machine().mutex);
-    record->time = std::chrono::steady_clock::now();
+    record->time = is_paced() ? free_at_ : std::chrono::steady_clock::now();
     record->done = true;
     machine().done.notify_all();
   };
@@ -99,6 +100,7 @@ void Stream::wait(std::shared_ptr<Record> record) {
           wake_held();
           machine().done.wait(lock, [&] { return record->done; });
           blocked_ = false;
+          if (is_paced()) free_at_ = std::max(free_at_, record->time);
         }
         acquire(record.get());
       },
@@ -151,10 +153,21 @@ void Stream::sleep_a_while() {
   if (choice == 1) std::this_thread::yield();
 }
 
+void Stream::keep_pace(const Operation& operation) {
+  free_at_ = std::max(free_at_, operation.queued_at);
+  if (operation.cost.activity != Activity::kNone) free_at_ = occupy(operation.cost, free_at_, label_);
+}
+
 void Stream::run(const Operation& operation) {
-  if (operation.sleeps) sleep_a_while();
+  const bool paced = is_paced();
+  if (paced) {
+    keep_pace(operation);
+  } else if (operation.sleeps) {
+    sleep_a_while();
+  }
   acquire(&operation);
   operation.work(random_);
+  if (paced && operation.cost.activity != Activity::kNone) std::this_thread::sleep_until(free_at_);
   release(this);
 }
 

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "pace.h"
 #include "random.h"
 
 namespace emulation {
@@ -34,7 +35,7 @@ struct Record {
   std::shared_ptr<Stream> stream;
   uint64_t sequence = 0;  // of the operation that completes it
   bool done = false;
-  std::chrono::steady_clock::time_point time;
+  Instant time;
 };
 
 class Stream : public std::enable_shared_from_this<Stream> {
@@ -47,8 +48,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   int device() const { return device_; }
   const std::string& label() const { return label_; }
 
-  // Queues work that touches these bytes. It is called with the stream's random numbers.
-  void queue(Work work, std::vector<Span> touches = {});
+  // Queues work that touches these bytes. It is called with the stream's random numbers. On a paced device it has a
+  // cost.
+  void queue(Work work, std::vector<Span> touches = {}, const Cost& cost = {});
   std::shared_ptr<Record> record();
   void wait(std::shared_ptr<Record> record);
   // Whether all that was queued is done; if so, it comes before what the caller does next.
@@ -63,6 +65,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
     Work work;
     std::vector<Span> touches;
     bool sleeps;
+    Cost cost;
+    Instant queued_at;
     uint64_t sequence;
   };
 
@@ -72,16 +76,18 @@ class Stream : public std::enable_shared_from_this<Stream> {
   friend void hold(const std::vector<std::string>& labels);
   void run();
   void run(const Operation& operation);
-  uint64_t push(Work work, std::vector<Span> touches, bool sleeps);
+  uint64_t push(Work work, std::vector<Span> touches, bool sleeps, const Cost& cost = {});
   void demand(uint64_t sequence);
   bool may_run() const;
   static void wake_held();
   bool is_resting() const { return queue_.empty() || blocked_; }
   void sleep_a_while();
+  void keep_pace(const Operation& operation);
 
   const int device_;
   const std::string label_;
   Random random_;
+  Instant free_at_;  // paced: when its last operation ends; of its own thread
   std::condition_variable wake_;
   // Guarded by the machine's mutex.
   std::deque<std::unique_ptr<Operation>> queue_;  // the first one may be running
