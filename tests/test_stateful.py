@@ -302,6 +302,7 @@ class Training(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["deepcopy", "pickle"]), goes_on=st.sampled_from(["copy", "original"]), kinds=KINDS)
     def copy(self, how, goes_on, kinds):
+        self.reference.masters()  # looks for edits, as copying does
         whole = self.ours, self.optimizer
         ours, optimizer = copied(*whole) if how == "deepcopy" else of_any_dtype(*pickle.loads(pickle.dumps(whole)))
         if goes_on == "copy":
