@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each device kernel: its time, the bytes it moves, its share of a copy's bandwidth, and the same work in plain torch.
+"""Each kernel: its time, the bytes it moves, its share of the memory's bandwidth, and the same work done by others.
 
-    python benchmarks/bench_kernels.py                              # 256 MB of bf16 gradients, 4,096 columns
+    python benchmarks/bench_kernels.py              # the device's: 256 MB of bf16 gradients, 4,096 columns
     python benchmarks/bench_kernels.py --megabytes 1024 --columns 11008 --dtype fp32
+    python benchmarks/bench_kernels.py --cpu        # the host's: 1e5 to 4e8 parameters, 1 to all threads
+    python benchmarks/bench_kernels.py --cpu --quick
+
+The device's kernels need a GPU and a zenflow with its CUDA half.
 
 Bandwidth is relative to a device-to-device copy of the same size, measured in the same run and in turns with the
 kernels. Two shares are given: of the useful bytes, and of the bytes of whole 32-byte sectors (kernel_cases.py counts
 both). Results are compared with torch's first, checksums excepted. Times are CUDA events'; launches are queued ahead.
 
-Needs a GPU and a zenflow with its CUDA half. With --cpu the plain torch side runs on CPU tensors, to see that the
-benchmark works; the host's kernels have no call of their own in Python and are not measured.
+With --torch-only the plain torch side runs on CPU tensors, to see without a GPU that this half of the benchmark works.
+
+With --cpu a window's update is measured beside a STREAM-like loop over the same arrays with the same threads (its
+ceiling), beside torch's fused AdamW and DeepSpeedCPUAdam, and the calling thread's kernels beside a copy. Each table
+row that belongs to a target says whether it holds. Results are compared with tests/reference.py first. Everything takes
+turns; ratios are taken within a round, and come as a median with the 10 and 90 % quantiles.
 """
 
 import argparse
+import os
 import sys
 
 import torch
@@ -20,31 +29,46 @@ import torch
 from timing import describe, format_table, interleaved, link_bandwidth, save, show_table
 from zenflow import _C
 
+SIZES = (100_000, 1_000_000, 10_000_000, 100_000_000, 400_000_000)
+QUICK_SIZES = (100_000, 400_000)
+FORM_SIZE = 32_000_000  # at which forms other than the two main ones are measured, and the calling thread's work
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, help="size of the gradient; default 256, with --cpu 64")
+    parser.add_argument("--megabytes", type=int, help="size of the gradient; default 256, with --torch-only 64")
     parser.add_argument("--columns", type=int, default=4096)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--topk-ratio", type=float, default=0.1)
-    parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--inner", type=int, default=4, help="calls in a row in one measurement")
+    parser.add_argument("--repetitions", type=int, help="default 25, fewer for large sizes on the host")
+    parser.add_argument("--inner", type=int, help="calls in a row in one measurement; default 4, on the host by size")
     parser.add_argument("--only", help="kernels whose name contains this")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--cpu", action="store_true", help="plain torch on CPU tensors alone")
+    parser.add_argument("--torch-only", action="store_true", help="plain torch on CPU tensors alone")
+    parser.add_argument("--cpu", action="store_true", help="the host's kernels")
+    parser.add_argument("--quick", action="store_true", help="with --cpu: small sizes and few repetitions")
+    parser.add_argument("--sizes", type=lambda s: int(float(s)), nargs="+", help="with --cpu: parameters")
+    parser.add_argument("--threads", type=int, nargs="+", help="with --cpu; default 1 to all")
     parser.add_argument("--no-save", action="store_true", help="write no files")
     args = parser.parse_args()
-    args.megabytes = args.megabytes or (64 if args.cpu else 256)
+    if not args.cpu:
+        args.megabytes = args.megabytes or (64 if args.torch_only else 256)
+        args.repetitions, args.inner = args.repetitions or 25, args.inner or 4
+        return args
+    args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
+    args.form_size = min(args.sizes[-1], FORM_SIZE)
+    args.threads = sorted(args.threads or range(1, len(os.sched_getaffinity(0)) + 1))
+    if args.quick:
+        args.repetitions, args.inner = args.repetitions or 3, args.inner or 1
     return args
 
 
 def find_device(args):
-    if args.cpu:
+    if args.torch_only:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        sys.exit("bench_kernels needs a CUDA device, and torch finds none; --cpu runs the plain torch side alone")
+        sys.exit("bench_kernels needs a CUDA device, and torch finds none; --cpu measures the host's")
     config = _C.config()
     if not config["cuda_built"]:
         sys.exit(f"this zenflow has no CUDA half ({config['cuda_reason']}): build it where nvcc works")
@@ -123,10 +147,34 @@ def row_of(name, result):
     ]
 
 
+def main_host(args):
+    import host_cases
+    from host_measure import Session
+    from host_peers import deepspeed_adam
+    from host_report import huge_pages, report
+    from step_methods import Skip
+
+    notes, deepspeed = [], None
+    try:
+        deepspeed = deepspeed_adam()
+    except Skip as reason:
+        notes.append(f"DeepSpeedCPUAdam is left out: {reason}")
+    if args.quick:
+        notes.append("Quick: small sizes and few repetitions. Nothing here says anything about speed.")
+    facts = describe(torch.device("cpu")) | {"huge pages": huge_pages()}
+    session = Session(args, deepspeed)
+    host_cases.check(session.isas)
+    report(session.all(), session, facts, notes, keep=not args.no_save)
+
+
 def main():
     args = parse_arguments()
-    device = find_device(args)
     torch.manual_seed(0)
+    main_host(args) if args.cpu else main_device(args)
+
+
+def main_device(args):
+    device = find_device(args)
     facts = describe(device)
     workload, cases = make_cases(args, device)
     if device.type == "cuda" and (wrong := check(cases)):
@@ -145,14 +193,12 @@ def main():
     show_table(title, columns, rows)
     notes = [f"link, pinned: {name} {rate / 1e9:.1f} GB/s" for name, rate in link.items()]
     if device.type == "cpu":
-        notes.append(
-            "CPU tensors: plain torch alone. The kernels need a GPU; the host's kernels have no call in Python."
-        )
+        notes.append("CPU tensors: plain torch alone. The kernels need a GPU; --cpu measures the host's.")
     print("\n".join(notes))
     if not args.no_save:
         measured = {"copy_bytes_per_second": copy_bandwidth, "link_bytes_per_second": link, "kernels": results}
         text = "\n".join([title, format_table(columns, rows), *notes])
-        save("kernels-cpu" if device.type == "cpu" else "kernels", facts, measured, text)
+        save("kernels-torch" if device.type == "cpu" else "kernels", facts, measured, text)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,18 @@ class Skip(Exception):
     """Why a method cannot run here."""
 
 
+def require_deepspeed():
+    """Raises Skip unless the one release to compare with is installed."""
+    try:
+        found = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        raise Skip(f"deepspeed is not installed: pip install deepspeed=={DEEPSPEED}") from None
+    if found in ("0.19.7", "0.19.8"):
+        raise Skip(f"deepspeed {found} scrambles weights at the start (stages 1 and 2): install {DEEPSPEED}")
+    if found != DEEPSPEED:
+        raise Skip(f"deepspeed {found} is installed, and {DEEPSPEED} is the one to compare with")
+
+
 class Method:
     """Forward, backward, no update."""
 
@@ -132,14 +144,7 @@ class DeepSpeedOffload(Method):
         parameter = next(model.parameters())
         if not parameter.is_cuda:
             raise Skip("it needs a GPU")
-        try:
-            found = metadata.version("deepspeed")
-        except metadata.PackageNotFoundError:
-            raise Skip(f"deepspeed is not installed: pip install deepspeed=={DEEPSPEED}") from None
-        if found in ("0.19.7", "0.19.8"):
-            raise Skip(f"deepspeed {found} scrambles weights at the start (stages 1 and 2): install {DEEPSPEED}")
-        if found != DEEPSPEED:
-            raise Skip(f"deepspeed {found} is installed, and {DEEPSPEED} is the one to compare with")
+        require_deepspeed()
         import deepspeed
 
         with socket.socket() as probe:

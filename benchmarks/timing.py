@@ -42,8 +42,31 @@ class Times:
         low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
         return (high - low) / 2 / self.median
 
+    def __add__(self, other):
+        """Of both in a row, round by round."""
+        return Times(tuple(a + b for a, b in zip(self.seconds, other.seconds, strict=True)))
+
     def summary(self):
         return {"median": self.median, "spread": self.spread, "count": len(self.seconds), "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How often one measurement contains another, round by round: the median, and the 10 and 90 % quantiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, longer, shorter, factor=1.0):
+        """`factor` * longer / shorter of two Times that were interleaved."""
+        rounds = sorted(factor * a / b for a, b in zip(longer.seconds, shorter.seconds, strict=True))
+        tenth = len(rounds) // 10
+        return cls(statistics.median(rounds), rounds[tenth], rounds[-1 - tenth])
+
+    def __str__(self):
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def measure_once(function, device, inner):
@@ -143,8 +166,8 @@ def describe(device):
 
 
 def save(name, facts, results, text, folder=None):
-    """Writes DATE-NAME.json and .txt into results/, or another folder, and says where. Earlier ones of the same day get
-    overwritten."""
+    """Writes DATE-NAME.json and .txt into results/, or another folder, says where, and returns that path without a
+    suffix. Earlier ones of the same day get overwritten."""
     folder = folder or HERE / "results"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{facts['date']}-{name}"
@@ -152,6 +175,7 @@ def save(name, facts, results, text, folder=None):
     head = "\n".join(f"{key}: {value}" for key, value in facts.items())
     path.with_suffix(".txt").write_text(f"{head}\n\n{text}\n")
     print(f"written: {os.path.relpath(path)}.json and .txt")
+    return path
 
 
 # Tables and progress: rich where it is installed

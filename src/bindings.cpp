@@ -44,6 +44,7 @@ PYBIND11_MODULE(_C, m) {
 
   bind_engine(m);
   bind_kernels(m);
+  bind_host(m);
 #ifdef ZENFLOW_EMULATED
   bind_emulation(m);
 #endif

@@ -23,16 +23,24 @@ std::vector<const Kernels*> available_kernels() {
   return kernels;
 }
 
-const Kernels& choose_kernels() {
-  const auto kernels = available_kernels();
-  const char* wanted = std::getenv("ZENFLOW_ISA");
-  if (wanted == nullptr || *wanted == '\0') return *kernels.back();
-  std::string names;
-  for (const Kernels* k : kernels) {
-    if (std::string(k->name) == wanted) return *k;
-    names += std::string(names.empty() ? "" : ", ") + k->name;
+const Kernels* find_kernels(const std::string& isa) {
+  for (const Kernels* k : available_kernels()) {
+    if (k->name == isa) return k;
   }
-  throw std::invalid_argument("ZENFLOW_ISA is '" + std::string(wanted) + "', but this machine offers: " + names +
+  return nullptr;
+}
+
+std::string offered() {
+  std::string names;
+  for (const Kernels* k : available_kernels()) names += std::string(names.empty() ? "" : ", ") + k->name;
+  return names;
+}
+
+const Kernels& choose_kernels() {
+  const char* wanted = std::getenv("ZENFLOW_ISA");
+  if (wanted == nullptr || *wanted == '\0') return *available_kernels().back();
+  if (const Kernels* kernels = find_kernels(wanted)) return *kernels;
+  throw std::invalid_argument("ZENFLOW_ISA is '" + std::string(wanted) + "', but this machine offers: " + offered() +
                               ". Set it to one of these, or unset it to use the last.");
 }
 
@@ -42,6 +50,11 @@ std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (const Kernels* k : available_kernels()) names.push_back(k->name);
   return names;
+}
+
+const Kernels& kernels_named(const std::string& isa) {
+  if (const Kernels* kernels = find_kernels(isa)) return *kernels;
+  throw std::invalid_argument("zenflow: no instruction set '" + isa + "'; this machine offers: " + offered());
 }
 
 const Kernels& active_kernels() {

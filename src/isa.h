@@ -13,6 +13,9 @@ namespace zenflow {
 // Narrowest first; "scalar" always.
 std::vector<std::string> available_isas();
 
+// One of these by name. Throws std::invalid_argument if it is unknown or not available.
+const Kernels& kernels_named(const std::string& isa);
+
 // Chosen once per process. Throws std::invalid_argument if ZENFLOW_ISA names one that is unknown or not available.
 const Kernels& active_kernels();
 

@@ -36,10 +36,17 @@ def run(name, *arguments, path=None):
     )
 
 
-def test_kernels_on_cpu_tensors():
-    done = run("bench_kernels.py", "--cpu", "--megabytes", 1, "--repetitions", 1, "--inner", 1, "--no-save")
+def test_device_kernels_in_plain_torch():
+    done = run("bench_kernels.py", "--torch-only", "--megabytes", 1, "--repetitions", 1, "--inner", 1, "--no-save")
     assert done.returncode == 0, done.stderr
     for word in ("selective_adam", "scatter, checksums", "top_k of 28,672", "The kernels need a GPU"):
+        assert word in done.stdout
+
+
+def test_host_kernels():
+    done = run("bench_kernels.py", "--cpu", "--quick", "--sizes", 1e4, 1e5, "--threads", 2, "--no-save")
+    assert done.returncode == 0, done.stderr
+    for word in ("bf16, S=4: stream / ring", "torch AdamW(fused=True)", "pack, share of copy bandwidth", "98,304"):
         assert word in done.stdout
 
 
