@@ -244,6 +244,10 @@ def test_the_smallest_schedule_that_hides_the_host_is_chosen():
     assert not fixed.hides_host and fixed.smallest_hiding == (2, 2)
     assert any("update_interval=2, update_delay=2" in line for line in fixed.advice)
     assert zenflow.plan(**options, step_seconds=0.5, update_interval=2, update_delay="auto").update_delay == 2
+    short = zenflow.plan(
+        **options, step_seconds=0.5, host_memory=20e9, host_buffer="ring"
+    )  # (2, 2) takes 24 bytes each
+    assert short.smallest_hiding is None and short.fits_host
     hopeless = zenflow.plan(**options, step_seconds=0.001)
     assert hopeless.smallest_hiding is None and not hopeless.hides_host
 
