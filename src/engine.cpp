@@ -22,10 +22,10 @@ double now() {
 
 }  // namespace
 
-void HostTimes::add(TimeSpan span) {
+void HostTimes::add(TimeSpan span, bool closes_window) {
   const std::lock_guard lock(mutex_);
   seconds_ += span.end - span.begin;
-  last_ = span;
+  if (closes_window) last_ = span;
 }
 
 double HostTimes::seconds() const {
@@ -360,11 +360,11 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
       if (auto arrival = device->arrival()) arrivals.push_back(std::move(arrival));
     }
     last_ticket_ = updater_.submit([jobs = std::move(jobs), arrivals = std::move(arrivals), &kernels = context_.kernels,
-                                    &times = host_times_](ThreadPool& pool) {
+                                    &times = host_times_, closes = plan.ends_window](ThreadPool& pool) {
       for (const auto& arrive : arrivals) arrive();
       const double begin = now();
       for (const HostJob& job : jobs) job.run(kernels, pool);
-      times.add({begin, now()});
+      times.add({begin, now()}, closes);
     });
     lane_tickets_[lane_round()] = last_ticket_;
   }

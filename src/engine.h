@@ -58,8 +58,8 @@ struct TimeSpan {
 
 struct Report {
   Counters total, last_window;
-  TimeSpan host_update;                                                 // the last one that has ended
-  double gradient_norm = std::numeric_limits<double>::quiet_NaN();      // of the last clipped step
+  TimeSpan host_update;                                             // the last one that closed a window and has ended
+  double gradient_norm = std::numeric_limits<double>::quiet_NaN();  // of the last clipped step
   double selection_overlap = std::numeric_limits<double>::quiet_NaN();  // share of columns that the last selection kept
 };
 
@@ -71,9 +71,9 @@ struct Overlap {
 // What host updates took.
 class HostTimes {
  public:
-  void add(TimeSpan span);
+  void add(TimeSpan span, bool closes_window);
   double seconds() const;
-  TimeSpan last() const;
+  TimeSpan last() const;  // of those that closed a window
 
  private:
   mutable std::mutex mutex_;  // the background thread adds

@@ -176,21 +176,19 @@ def test_epochs_shorter_than_a_window_select_at_each_window():
 
 
 def fitted(settings, host_seconds, step_seconds, fits=lambda settings: True):
-    """The choice for a host and a device that take so long."""
-    fit, now, total, stall = ScheduleFit(settings), 0.0, 0.0, 0.0
-    for step in range(1, 1000):
-        total += step_seconds + 0.5  # half a second of it waiting
-        stall += 0.5
+    """The choice for a host and a device that take so long. A window's last gradients come `interval` steps after those
+    of the one before, or later by what the device, a step later, waited for that one's update."""
+    fit, steps, arrived, spans = ScheduleFit(settings), 0, 100.0, [(0.0, 0.0)]
+    while steps < 1000:
         interval = fit.settings.update_interval
-        closes = (step - now) == interval
-        report = {
-            "total": {"stall_seconds": stall},
-            "last_window": {"host_update_seconds": host_seconds(interval)},
-        }
-        if fit.observe(total, report, closes, fits) and fit.chosen:
-            assert step <= FIT_STEPS or settings.update_interval != "fit"
+        steps += interval
+        seconds = host_seconds(interval)
+        report = {"host_update_span": spans[-1], "last_window": {"host_update_seconds": seconds}}
+        spans.append((arrived, arrived + seconds))
+        arrived += interval * step_seconds + max(0.0, seconds - step_seconds)
+        if fit.observe(report, fits) and fit.chosen:
+            assert steps <= FIT_STEPS or settings.update_interval != "fit"
             return fit.settings.update_interval, fit.settings.update_delay
-        now = step if closes else now
     raise AssertionError("never chosen")
 
 

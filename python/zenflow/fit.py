@@ -3,6 +3,8 @@
 
 `update_interval="fit"` tries two intervals, between and beyond which the update's time is a straight line: a part for
 each window and a part for each of its gradients. `update_delay="auto"` alone tries the interval that it was given.
+What a step takes is seen from the host threads: from one update's beginning, when its last gradients are there, to the
+next one's. The caller's clock would not do, since a GPU's caller is ahead of it by an unknown number of steps.
 Not for: changing the schedule, which the optimizer does between two windows.
 """
 
@@ -31,10 +33,8 @@ class ScheduleFit:
         most = requested.longest_interval
         intervals = (requested.update_interval,) if fixed else sorted({min(i, most) for i in TRIED_INTERVALS})
         self._waiting = list(intervals)
-        self._step_seconds = []  # without stall
+        self._step_seconds = []  # without stall, of each window
         self._host_seconds = {interval: [] for interval in intervals}  # of each window
-        self._last = None  # when the last step began, and the stall in it
-        self._stall = 0.0  # since start
         self.chosen = False
         self._begin_next()
 
@@ -43,36 +43,43 @@ class ScheduleFit:
         self.settings = self.requested.with_schedule(update_interval, update_delay)
         self.chosen = True
 
-    def observe(self, began, report, closed_window, fits):
-        """Counts one step; returns whether `settings` are new ones.
+    def observe(self, report, fits):
+        """Counts a window that was closed; returns whether `settings` are new ones.
 
         Args:
-            began: when the step began, in seconds of a steady clock.
-            report: the engine's, after the step.
-            closed_window: whether the step ended a window.
+            report: the engine's, after the step that closed it.
             fits: whether the host has the memory for given `Settings`.
         """
-        if self._last is not None:
-            last_began, last_stall = self._last
-            self._step_seconds.append(began - last_began - last_stall)
-        total = report["total"]["stall_seconds"]
-        self._last = began, total - self._stall
-        self._stall = total
-        if not closed_window:
-            return False
         self._windows += 1
+        self._time_steps(report["host_update_span"])
         if self._windows > WINDOWS_BEFORE:
             seconds = self._host_seconds[self.settings.update_interval]
             seconds.append(report["last_window"]["host_update_seconds"])
-            if len(seconds) == WINDOWS_MEASURED:
+            if len(seconds) >= WINDOWS_MEASURED and self._step_seconds:
                 self._finish_phase(fits)
                 return True
         return False
+
+    def _time_steps(self, span):
+        """Takes the (begin, end) of the host update of the window before."""
+        if self._windows == 1 or span == self._last_span:
+            self._last_span = span  # of another interval
+            return
+        if self._windows > 2:
+            begin, end = self._last_span
+            interval, between = self.settings.update_interval, span[0] - begin
+            # With a delay of 1, an update that takes longer than a step makes one step of its window as long as itself.
+            steps = [between / interval]
+            if interval > 1:
+                steps.append((between - (end - begin)) / (interval - 1))
+            self._step_seconds.append(min(steps))
+        self._last_span = span
 
     def _begin_next(self):
         interval = self._waiting.pop(0)
         self.settings = self.requested.with_schedule(interval, min(1, interval))
         self._windows = 0
+        self._last_span = None
 
     def _finish_phase(self, fits):
         if self._waiting:

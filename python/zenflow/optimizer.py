@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import time
 import warnings
 import weakref
 
@@ -224,7 +223,7 @@ class ZenFlowOptimizer(Optimizer):
                 range. Nothing has changed then.
             MemoryError: the host does not have the memory for the state.
         """
-        loss, began = None, time.perf_counter()
+        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -255,8 +254,8 @@ class ZenFlowOptimizer(Optimizer):
         self._commit(parameters, plan)
         if self._offload:
             self._offload.taken()
-        if self._fit and not plan.warm_up:
-            self._measure(began, plan)
+        if self._fit and plan.ends_window and not plan.warm_up:
+            self._measure()
         return loss
 
     def _validated_gradients(self):
@@ -354,8 +353,8 @@ class ZenFlowOptimizer(Optimizer):
             mark_written(written, seen, records)
         self._store.warn_of_pageable_memory()
 
-    def _measure(self, began, plan):
-        """Where the schedule is measured: counts this step, and goes on under another one if that is due."""
+    def _measure(self):
+        """Where the schedule is measured: counts a window, and goes on under another one if that is due."""
         if self._fit.chosen:
             return
         store, stream = self._store, self._store.host_buffer == "stream"
@@ -363,7 +362,7 @@ class ZenFlowOptimizer(Optimizer):
         def fits(settings):
             return memory.growth_fits(self._layout(store.records), store.settings, settings, stream)
 
-        if self._fit.observe(began, store.engine.report(), plan.ends_window, fits):
+        if self._fit.observe(store.engine.report(), fits):
             self._follow_schedule()
 
     def zero_grad(self, set_to_none=True):
