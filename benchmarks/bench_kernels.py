@@ -163,8 +163,11 @@ def main_host(args):
         notes.append("Quick: small sizes and few repetitions. Nothing here says anything about speed.")
     facts = describe(torch.device("cpu")) | {"huge pages": huge_pages()}
     session = Session(args, deepspeed)
-    host_cases.check(session.isas)
-    report(session.all(), session, facts, notes, keep=not args.no_save)
+    host_cases.check()
+    records = session.all()
+    if not records:
+        sys.exit("\n".join(["nothing was measured", *session.left_out]))
+    report(records, session, facts, notes, keep=not args.no_save)
 
 
 def main():

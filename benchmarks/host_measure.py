@@ -60,7 +60,8 @@ class Session:
 
     def __init__(self, args, deepspeed):
         self.args, self.deepspeed = args, deepspeed
-        self.isas = [isa for isa in _C.config()["isa_available"] if isa != "scalar"] or ["scalar"]
+        available = _C.config()["isa_available"]
+        self.isas = [isa for isa in available if isa != "scalar"] or available  # scalar code is there for its results
         self.left_out = []
 
     def _fits(self, what, elements, bytes_per_element):
@@ -136,16 +137,25 @@ class Session:
         print(f"  {what}", flush=True)
 
     def all(self):
-        args, records = self.args, []
+        """All records; after an interrupt, those that were finished."""
+        records = []
+        try:
+            for some in self._workloads():
+                records += some
+        except KeyboardInterrupt:
+            self.left_out.append("what was to follow: the run was interrupted")
+        return records
+
+    def _workloads(self):
+        args = self.args
         for elements in args.sizes:
             for threads in args.threads:
                 for form in (FP32, WINDOW):
-                    records += self.update(form, elements, threads)
+                    yield self.update(form, elements, threads)
         for threads in args.threads:
             for form in OTHER_FORMS:
-                records += self.update(form, args.form_size, threads, peers=False)
+                yield self.update(form, args.form_size, threads, peers=False)
             for dtype in ("bf16", "fp32"):
-                records += self.caller(dtype, args.form_size, threads)
+                yield self.caller(dtype, args.form_size, threads)
         for form in (FP32, WINDOW):
-            records += self.sizes(form, args.threads[-1])
-        return records
+            yield self.sizes(form, args.threads[-1])

@@ -11,7 +11,7 @@ def draw(records, best, path):
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    figure = Figure(figsize=(17, 4.5), layout="constrained")
     shares, costs, bars = figure.subplots(1, 3)
     for form in (FP32, WINDOW):
         for threads in sorted({r.threads for r in records}):

@@ -50,10 +50,11 @@ def _share(record, name, rest, times):
 
 
 def report(records, session, facts, notes, keep):
-    verdicts = Judge(records, session.isas).all()
+    judge = Judge(records, session.isas)
+    verdicts = judge.all()
     targets = [v.row() for v in verdicts]
     calls = [row for record in records for row in call_rows(record)]
-    title = f"Targets: the worst size from 10,000,000 parameters on, {facts['cores']} cores, {facts['isa']}"
+    title = f"Targets: of the sizes from {judge.from_size:,.0f} parameters on the worst counts"
     show_table(title, TARGET_COLUMNS, targets)
     show_table("Calls, medians", CALL_COLUMNS, calls)
     notes = [*notes, *(f"left out: {reason}" for reason in session.left_out)]

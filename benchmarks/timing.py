@@ -218,6 +218,8 @@ def progress(total, title):
     try:
         from rich.progress import Progress
     except ImportError:
+        Progress = None
+    if Progress is None or not sys.stdout.isatty():
         yield lambda done: None
         return
     with Progress(transient=True) as bar:

@@ -16,6 +16,8 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import device_trace  # noqa: E402
+import host_measure  # noqa: E402
+import host_targets  # noqa: E402
 import stall_scenarios  # noqa: E402
 import step_methods  # noqa: E402
 import timing  # noqa: E402
@@ -108,6 +110,30 @@ def test_times():
     times = timing.Times(tuple(float(i) for i in range(1, 12)))
     assert times.median == 6.0
     assert times.spread == pytest.approx((10 - 2) / 2 / 6)
+
+
+def test_ratios_are_taken_within_a_round():
+    slow_machine, fast_machine = 10.0, 1.0
+    ours = timing.Times((slow_machine, fast_machine, slow_machine))
+    theirs = timing.Times((2 * slow_machine, 2 * fast_machine, 2 * slow_machine))
+    assert timing.Ratio.of(theirs, ours) == timing.Ratio(2.0, 2.0, 2.0)
+    assert timing.Ratio.of(theirs + ours, ours, factor=0.5).median == 1.5
+
+
+def test_the_worst_size_decides_on_a_target():
+    good, bad = timing.Ratio(1.2, 1.1, 1.3), timing.Ratio(0.8, 0.7, 0.9)
+    at_least = host_targets.judge("1", "speed", 1, host_targets.AT_LEAST, 1.0, [(10, good), (20, bad)])
+    assert (at_least.holds, at_least.elements) == (False, 20)
+    at_most = host_targets.judge("8", "share", 1, host_targets.AT_MOST, 1.0, [(10, good), (20, bad)])
+    assert (at_most.holds, at_most.elements) == (False, 10)
+    assert host_targets.judge("1", "speed", 1, host_targets.AT_LEAST, 1.0, [(10, None)]).holds is None
+
+
+def test_a_size_that_does_not_fit_is_named(monkeypatch):
+    monkeypatch.setattr(host_measure._C, "available_host_bytes", lambda: 1 << 20)
+    session = host_measure.Session(SimpleNamespace(), None)
+    assert session.update(host_measure.FP32, 1_000_000, 1) == []
+    assert "fp32, S=1, 1,000,000 elements: needs 0.0 GB" in session.left_out[0]
 
 
 def test_idle_time_is_what_no_kernel_covers():
