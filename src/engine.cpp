@@ -22,8 +22,14 @@ double now() {
 
 }  // namespace
 
-void HostTimes::add(TimeSpan span, bool closes_window) {
+void HostTimes::begin() {
   const std::lock_guard lock(mutex_);
+  begin_ = now();
+}
+
+void HostTimes::end(bool closes_window) {
+  const std::lock_guard lock(mutex_);
+  const TimeSpan span{begin_, now()};
   seconds_ += span.end - span.begin;
   if (closes_window) last_ = span;
 }
@@ -349,23 +355,27 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
     const auto collected = [](const Operand& o) { return o.parameter->window().count > 0; };
     for (const Share& s : shares(operands, collected)) s.device->adopt_deferred_edits(s.operands);
   }
-  std::vector<HostJob> jobs;
+  std::vector<std::pair<Parameter*, HostJob>> jobs;
   for (const Operand& o : operands) {
     auto job = o.parameter->host_job(plan.ends_window, plan.warm_up ? 0.0 : settings().lookahead);
-    if (job) jobs.push_back(std::move(*job));
+    if (job) jobs.emplace_back(o.parameter, std::move(*job));
   }
   if (!jobs.empty()) {
     std::vector<std::function<void()>> arrivals;
     for (const auto& device : devices_) {
       if (auto arrival = device->arrival()) arrivals.push_back(std::move(arrival));
     }
-    last_ticket_ = updater_.submit([jobs = std::move(jobs), arrivals = std::move(arrivals), &kernels = context_.kernels,
-                                    &times = host_times_, closes = plan.ends_window](ThreadPool& pool) {
+    updater_.submit([arrivals = std::move(arrivals), &times = host_times_](ThreadPool&) {
       for (const auto& arrive : arrivals) arrive();
-      const double begin = now();
-      for (const HostJob& job : jobs) job.run(kernels, pool);
-      times.add({begin, now()}, closes);
+      times.begin();
     });
+    // The last parameters first, as backward comes by: publish_early() need not wait for the others.
+    for (auto job = jobs.rbegin(); job != jobs.rend(); ++job) {
+      job->first->set_host_ticket(updater_.submit(
+          [job = std::move(job->second), &kernels = context_.kernels](ThreadPool& pool) { job.run(kernels, pool); }));
+    }
+    last_ticket_ =
+        updater_.submit([&times = host_times_, closes = plan.ends_window](ThreadPool&) { times.end(closes); });
     lane_tickets_[lane_round()] = last_ticket_;
   }
   if (!plan.ends_window) return;

@@ -71,13 +71,14 @@ struct Overlap {
 // What host updates took.
 class HostTimes {
  public:
-  void add(TimeSpan span, bool closes_window);
+  void begin();  // these two on the background thread
+  void end(bool closes_window);
   double seconds() const;
   TimeSpan last() const;  // of those that closed a window
 
  private:
-  mutable std::mutex mutex_;  // the background thread adds
-  double seconds_ = 0;
+  mutable std::mutex mutex_;
+  double begin_ = 0, seconds_ = 0;
   TimeSpan last_;
 };
 

@@ -67,7 +67,7 @@ bool Engine::publish_early(const Operand& o) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
   if (!o.parameter->in_flight()) return false;
-  wait_for_host();
+  wait(o.parameter->host_ticket());
   publish_in_flight({&o, 1});
   return true;
 }

@@ -167,6 +167,9 @@ class Parameter {
   bool initialised() const { return initialised_; }
   bool has_selection() const { return has_selection_; }
   bool in_flight() const { return in_flight_; }
+  // The background job that works on the host arrays, or did last.
+  uint64_t host_ticket() const { return host_ticket_; }
+  void set_host_ticket(uint64_t ticket) { host_ticket_ = ticket; }
   int64_t steps() const { return steps_; }
   int64_t slots() const { return order_.slots(); }
   int64_t deferred_count() const { return shape_.rows * slots(); }
@@ -305,6 +308,7 @@ class Parameter {
   Matrix shape_;
   DType dtype_;
   bool split_;
+  uint64_t host_ticket_ = 0;
   bool initialised_ = false, has_selection_ = false, in_flight_ = false, shows_settled_ = false;
   bool imported_ = false;  // until edits are looked for the first time
 
