@@ -156,13 +156,13 @@ size_t add_cuda_device(Engine& engine, int ordinal, py::object memory, int64_t c
 }
 
 std::unique_ptr<Engine> make_engine(bool mean, bool stream, int64_t update_interval, int64_t update_delay,
-                                    double lookahead, bool automatic, int num_threads, double reserved_share,
-                                    bool pin_threads) {
+                                    double lookahead, bool automatic, int moments, int num_threads,
+                                    double reserved_share, bool pin_threads) {
   const HostCores host = host_cores(num_threads, reserved_share);
   const HostCores caller = host_cores(num_threads, 0.0);
-  return std::make_unique<Engine>(Settings{mean, stream, update_interval, update_delay, lookahead, automatic},
-                                  host.threads, pin_threads && host.exclusive ? host.cpus : std::vector<int>(),
-                                  caller.threads);
+  return std::make_unique<Engine>(
+      Settings{mean, stream, update_interval, update_delay, lookahead, automatic, static_cast<DType>(moments)},
+      host.threads, pin_threads && host.exclusive ? host.cpus : std::vector<int>(), caller.threads);
 }
 
 Report report_of(Engine& engine) {
@@ -183,7 +183,7 @@ void on_weights(Engine& engine, const py::list& rows) {
 void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), "mean"_a, "stream"_a, "update_interval"_a, "update_delay"_a,
-           "lookahead"_a, "automatic"_a, "num_threads"_a, "reserved_share"_a, "pin_threads"_a)
+           "lookahead"_a, "automatic"_a, "moments"_a, "num_threads"_a, "reserved_share"_a, "pin_threads"_a)
       .def("add_cuda_device", &add_cuda_device, "ordinal"_a, "memory"_a, "chunk_bytes"_a = TransferSizes().chunk_bytes,
            "chunks"_a = TransferSizes().chunks)
       .def("use_stream", &Engine::use_stream)

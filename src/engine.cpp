@@ -85,7 +85,8 @@ bool Engine::refuses_page_locks() const {
 
 int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count, size_t device) {
   const std::lock_guard lock(calls_.mutex());
-  auto state = std::make_unique<Parameter>(context_, *devices_.at(device), sizes, dtype, split, step_count);
+  auto state = std::make_unique<Parameter>(context_, *devices_.at(device), sizes, dtype, split, step_count,
+                                           static_cast<uint32_t>(parameters_.size()));
   parameters_.push_back({std::move(sizes), std::move(state)});
   return static_cast<int64_t>(parameters_.size()) - 1;
 }

@@ -19,6 +19,8 @@ void HostJob::run(const Kernels& kernels, ThreadPool& pool) const {
   const Update update{master,
                       exp_avg,
                       exp_avg_sq,
+                      moments,
+                      noise,
                       sum,
                       lanes.data(),
                       static_cast<int64_t>(lanes.size()),

@@ -36,8 +36,10 @@ std::vector<Lane> known_lanes(const std::vector<LateLane>& lanes);
 
 struct HostJob {
   float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;
+  void* exp_avg_sq;
+  DType moments;
+  uint32_t noise;
   float* sum;  // "mean" while streaming or resumed within a window, else null
   void* written;
   std::vector<LateLane> lanes;

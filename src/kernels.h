@@ -28,9 +28,11 @@ struct ColumnSteps {
 // A run of elements of one parameter: its state, the gradients to fold in, and, if `move` is set, the weight's move.
 struct Update {
   float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* sum;  // "mean" only: the fp32 sum carried so far, or null
+  void* exp_avg;
+  void* exp_avg_sq;
+  DType moments;   // fp32, or bfloat16 that is rounded up or down at random
+  uint32_t noise;  // ... as it decides, and the element's index
+  float* sum;      // "mean" only: the fp32 sum carried so far, or null
   const Lane* lanes;
   int64_t lane_count;
   const AdamStep* move;   // null: fold only

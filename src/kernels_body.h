@@ -68,23 +68,39 @@ ZENFLOW_INLINE void move_weight(const Update& u, const Corrections& c, Floats m,
   store_some<W>(u.written, i, count, shown);
 }
 
-template <DType G, DType W, bool kStreams>
+// A hash of 32 bits (lowbias32) for each element: 16 round exp_avg, 16 exp_avg_sq.
+template <DType M>
+ZENFLOW_INLINE void store_moments(const Update& u, int64_t i, int64_t count, Floats m, Floats v) {
+  if constexpr (M == kF32) {
+    store_some<kF32>(u.exp_avg, i, count, m);
+    store_some<kF32>(u.exp_avg_sq, i, count, v);
+  } else {
+    uint16_t buffer[2][kWidth];
+    uint16_t* const to[] = {static_cast<uint16_t*>(u.exp_avg) + i, static_cast<uint16_t*>(u.exp_avg_sq) + i};
+    const Integers noise = hashed(u.noise + static_cast<uint32_t>(i));
+    store_either_way(count == kWidth ? to[0] : buffer[0], m, low_half(noise));
+    store_either_way(count == kWidth ? to[1] : buffer[1], v, high_half(noise));
+    if (count == kWidth) return;
+    for (int half = 0; half < 2; ++half) std::memcpy(to[half], buffer[half], static_cast<size_t>(count) * 2);
+  }
+}
+
+template <DType G, DType W, DType M, bool kStreams>
 ZENFLOW_INLINE void update_run(const Update& u, int64_t begin, int64_t end, int64_t first_column) {
   for_each_vector(begin, end, [&](int64_t i, int64_t count) {
-    Floats m = load_some<kF32>(u.exp_avg, i, count);
-    Floats v = load_some<kF32>(u.exp_avg_sq, i, count);
+    Floats m = load_some<M>(u.exp_avg, i, count);
+    Floats v = load_some<M>(u.exp_avg_sq, i, count);
     for (int64_t lane = 0; lane < u.lane_count; ++lane) {
       const Fold& fold = u.lanes[lane].fold;
       fold_gradient(fold, load_some<G>(u.lanes[lane].gradients, i, count) * Floats(fold.scale), m, v);
     }
-    store_some<kF32>(u.exp_avg, i, count, m);
-    store_some<kF32>(u.exp_avg_sq, i, count, v);
+    store_moments<M>(u, i, count, m, v);
     if (u.move == nullptr) return;
     move_weight<W, kStreams>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
   });
 }
 
-template <DType G, DType W, bool kStreams>
+template <DType G, DType W, DType M, bool kStreams>
 ZENFLOW_INLINE void update_mean_run(const Update& u, int64_t begin, int64_t end, int64_t first_column) {
   for_each_vector(begin, end, [&](int64_t i, int64_t count) {
     Floats sum = u.sum != nullptr ? load_some<kF32>(u.sum, i, count) : Floats(0.0f);
@@ -93,11 +109,10 @@ ZENFLOW_INLINE void update_mean_run(const Update& u, int64_t begin, int64_t end,
     }
     if (u.sum != nullptr) store_some<kF32>(u.sum, i, count, u.move == nullptr ? sum : Floats(0.0f));
     if (u.move == nullptr) return;
-    Floats m = load_some<kF32>(u.exp_avg, i, count);
-    Floats v = load_some<kF32>(u.exp_avg_sq, i, count);
+    Floats m = load_some<M>(u.exp_avg, i, count);
+    Floats v = load_some<M>(u.exp_avg_sq, i, count);
     fold_gradient(*u.mean_fold, sum / Floats(u.mean_count), m, v);
-    store_some<kF32>(u.exp_avg, i, count, m);
-    store_some<kF32>(u.exp_avg_sq, i, count, v);
+    store_moments<M>(u, i, count, m, v);
     move_weight<W, kStreams>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
   });
 }
@@ -121,17 +136,18 @@ ZENFLOW_INLINE bool streams(const Update& u, int64_t begin) {
   return u.streams && u.move != nullptr && reinterpret_cast<uintptr_t>(first) % (kWidth * item_size(W)) == 0;
 }
 
-template <DType G, DType W>
+template <DType G, DType W, DType M>
 void update(const Update& u, int64_t begin, int64_t end) {
   by_rows(u, begin, end, [&](int64_t a, int64_t b, int64_t column) {
-    streams<W>(u, a) ? update_run<G, W, true>(u, a, b, column) : update_run<G, W, false>(u, a, b, column);
+    streams<W>(u, a) ? update_run<G, W, M, true>(u, a, b, column) : update_run<G, W, M, false>(u, a, b, column);
   });
 }
 
-template <DType G, DType W>
+template <DType G, DType W, DType M>
 void update_mean(const Update& u, int64_t begin, int64_t end) {
   by_rows(u, begin, end, [&](int64_t a, int64_t b, int64_t column) {
-    streams<W>(u, a) ? update_mean_run<G, W, true>(u, a, b, column) : update_mean_run<G, W, false>(u, a, b, column);
+    streams<W>(u, a) ? update_mean_run<G, W, M, true>(u, a, b, column)
+                     : update_mean_run<G, W, M, false>(u, a, b, column);
   });
 }
 
@@ -171,14 +187,23 @@ void add_squares(const void* x, int64_t count, float* sums) {
   });
 }
 
+// Calls f<G, W, M>() for the dtypes of an update's lanes, output and moments.
+template <class Function>
+void with_dtypes(const Update& u, DType lanes, DType written, Function&& f) {
+  with_dtype(lanes, [&]<DType G>() {
+    with_dtype(written, [&]<DType W>() {
+      u.moments == kF32 ? f.template operator()<G, W, kF32>() : f.template operator()<G, W, DType::kBFloat16>();
+    });
+  });
+}
+
 inline Kernels make_kernels(const char* name) {
   return {name,
           [](const Update& u, DType lanes, DType written, int64_t begin, int64_t end) {
-            with_dtype(lanes, [&]<DType G>() { with_dtype(written, [&]<DType W>() { update<G, W>(u, begin, end); }); });
+            with_dtypes(u, lanes, written, [&]<DType G, DType W, DType M>() { update<G, W, M>(u, begin, end); });
           },
           [](const Update& u, DType lanes, DType written, int64_t begin, int64_t end) {
-            with_dtype(lanes,
-                       [&]<DType G>() { with_dtype(written, [&]<DType W>() { update_mean<G, W>(u, begin, end); }); });
+            with_dtypes(u, lanes, written, [&]<DType G, DType W, DType M>() { update_mean<G, W, M>(u, begin, end); });
           },
           [](const void* x, DType dtype, int64_t count, float* sums) {
             with_dtype(dtype, [&]<DType D>() { add_squares<D>(x, count, sums); });

@@ -20,13 +20,14 @@ void Window::add(const Hyper& h) {
 }
 
 Parameter::Parameter(const Context& context, Device& device, std::span<const int64_t> sizes, DType dtype, bool split,
-                     float* step_count)
+                     float* step_count, uint32_t seed)
     : context_(context),
       device_(device),
       shape_(matrix_of(sizes)),
       dtype_(dtype),
       split_(split),
-      step_count_(step_count) {}
+      step_count_(step_count),
+      seed_(seed) {}
 
 Parameter::~Parameter() {
   device_.forget(*this);
@@ -37,9 +38,16 @@ void Parameter::set_steps(int64_t steps) {
   if (step_count_ != nullptr) *step_count_ = static_cast<float>(steps);
 }
 
-ColumnState Parameter::host() const {
-  return {static_cast<float*>(arrays_.master.data()), static_cast<float*>(arrays_.exp_avg.data()),
-          static_cast<float*>(arrays_.exp_avg_sq.data()), slots()};
+void Parameter::load_moments(const HostArray& array, int64_t r, int64_t count, float* row) const {
+  const DType dtype = context_.settings.moments;
+  const char* const from = static_cast<const char*>(array.data()) + r * count * item_size(dtype);
+  context_.kernels.widen(from, dtype, count, row);
+}
+
+void Parameter::store_moments(const HostArray& array, int64_t r, const float* row) const {
+  const DType dtype = context_.settings.moments;
+  char* const to = static_cast<char*>(array.data()) + r * slots() * item_size(dtype);
+  context_.kernels.round_to(row, dtype, slots(), to);
 }
 
 std::vector<int32_t> Parameter::selection() const {
@@ -70,11 +78,11 @@ HostArray Parameter::make_array(int64_t elements, int64_t element_bytes, PageLoc
 }
 
 HostArrays Parameter::make_host_arrays(int64_t slots) const {
-  const int64_t count = shape_.rows * slots, item = item_size(dtype_);
+  const int64_t count = shape_.rows * slots, item = item_size(dtype_), moment = item_size(context_.settings.moments);
   const bool sums = context_.settings.mean && context_.settings.stream;
-  return {make_array(count, 4, locker()),    make_array(count, 4, nullptr),
-          make_array(count, 4, nullptr),     make_array(count, item, locker()),
-          make_array(count, item, locker()), sums ? make_array(count, 4, nullptr) : HostArray()};
+  return {make_array(count, 4, locker()),     make_array(count, moment, nullptr),
+          make_array(count, moment, nullptr), make_array(count, item, locker()),
+          make_array(count, item, locker()),  sums ? make_array(count, 4, nullptr) : HostArray()};
 }
 
 int64_t Parameter::wanted_lanes(bool has_selection) const {
@@ -139,14 +147,13 @@ void Parameter::initialise(const TensorView& weight, const std::vector<int32_t>*
   has_selection_ = selection != nullptr;
   std::fill_n(block_.exp_avg, shape_.rows * block_.width, 0.0f);
   std::fill_n(block_.exp_avg_sq, shape_.rows * block_.width, 0.0f);
-  const ColumnState host = this->host();
   for_rows(context_.pool, shape_, [&](int64_t r) {
     Scratch staging(live_staging_bytes(weight));
     context_.kernels.widen(live_selected(weight, r, staging.data()), dtype_, block_.width,
                            block_.master + r * block_.width);
     if (slots() == 0) return;
     weight.gather(r, slot_columns().data(), slots(), host_row(arrays_.last_written, r));
-    context_.kernels.widen(host_row(arrays_.last_written, r), dtype_, slots(), host.master + r * slots());
+    context_.kernels.widen(host_row(arrays_.last_written, r), dtype_, slots(), host_master(r));
   });
   initialised_ = true;
 }
@@ -198,8 +205,8 @@ void Parameter::hand_over(const TensorView& weight, const std::vector<int32_t>& 
 
 void Parameter::swap_row(const ColumnSwap& swap, const ColumnState& block, bool compact, int64_t r, const void* left,
                          void* joined) {
-  const ColumnState host = this->host();
-  const int64_t count = swap.count(), block_row = r * block.width, host_row = r * host.width;
+  const int64_t count = swap.count(), block_row = r * block.width, host_row = r * slots();
+  float* const master = static_cast<float*>(arrays_.master.data());
   const auto position = [&](int64_t i) { return block_row + (compact ? i : swap.positions[i]); };
   Scratch outgoing(count * 4), incoming(count * 4);
   for (int64_t i = 0; i < count; ++i) outgoing.floats()[i] = block.master[position(i)];
@@ -208,10 +215,17 @@ void Parameter::swap_row(const ColumnSwap& swap, const ColumnState& block, bool 
     Bits* last = static_cast<Bits*>(arrays_.last_written.data()) + host_row;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t slot = host_row + swap.slots[i];
-      incoming.floats()[i] = block.master[position(i)] = std::exchange(host.master[slot], outgoing.floats()[i]);
-      std::swap(block.exp_avg[position(i)], host.exp_avg[slot]);
-      std::swap(block.exp_avg_sq[position(i)], host.exp_avg_sq[slot]);
+      incoming.floats()[i] = block.master[position(i)] = std::exchange(master[slot], outgoing.floats()[i]);
       last[swap.slots[i]] = static_cast<const Bits*>(left)[i];
+    }
+  });
+  with_dtype(context_.settings.moments, [&]<DType M>() {
+    for (auto [ours, theirs] : {std::pair{block.exp_avg, &arrays_.exp_avg}, {block.exp_avg_sq, &arrays_.exp_avg_sq}}) {
+      auto* const moments = static_cast<typename BitsOf<M>::type*>(theirs->data()) + host_row;
+      for (int64_t i = 0; i < count; ++i) {
+        const float leaves = std::exchange(ours[position(i)], widen<M>(moments[swap.slots[i]]));
+        moments[swap.slots[i]] = round_to<M>(leaves);
+      }
     }
   });
   context_.kernels.round_to(incoming.floats(), dtype_, count, joined);
@@ -223,22 +237,33 @@ void Parameter::repartition(const TensorView& weight, const std::vector<int32_t>
   std::vector<int32_t> columns = selection;
   HostArrays arrays = make_host_arrays(order.slots());
   // Nothing has changed yet, and nothing throws from here on.
-  const ColumnState old_block = std::exchange(block_, take_lent_block()), old_host = host();
+  const ColumnState old_block = std::exchange(block_, take_lent_block());
   const HostArrays old_arrays = std::exchange(arrays_, std::move(arrays));
   const std::vector<int32_t> old_columns = std::exchange(block_columns_, std::move(columns));
   const SlotOrder old_order = std::exchange(order_, std::move(order));
   lanes_ = HostArray();
   lane_count_ = 0;
 
-  const ColumnState host = this->host();
   for_rows(context_.pool, shape_, [&](int64_t r) {
-    Scratch full(shape_.columns * 4), settled(block_.width * item_size(dtype_));
-    for (auto array : {&ColumnState::exp_avg, &ColumnState::exp_avg_sq, &ColumnState::master}) {
-      scatter_row(old_block.*array, old_block.width, r, old_columns, full.floats());
-      scatter_row(old_host.*array, old_host.width, r, old_order.columns(), full.floats());
-      gather_row(full.floats(), block_columns_, r, block_.*array, block_.width);
-      gather_row(full.floats(), slot_columns(), r, host.*array, host.width);
+    Scratch full(shape_.columns * 4), packed(shape_.columns * 4), settled(block_.width * item_size(dtype_));
+    const auto move = [&](auto in_block, auto&& load, auto&& store) {
+      scatter_row(old_block.*in_block, old_block.width, r, old_columns, full.floats());
+      load(packed.floats());
+      scatter_row(packed.floats(), old_order.slots(), 0, old_order.columns(), full.floats());
+      gather_row(full.floats(), block_columns_, r, block_.*in_block, block_.width);
+      gather_row(full.floats(), slot_columns(), 0, packed.floats(), slots());
+      store(packed.floats());
+    };
+    for (auto [in_block, in_host] : {std::pair{&ColumnState::exp_avg, &HostArrays::exp_avg},
+                                     {&ColumnState::exp_avg_sq, &HostArrays::exp_avg_sq}}) {
+      move(
+          in_block, [&](float* row) { load_moments(old_arrays.*in_host, r, old_order.slots(), row); },
+          [&](const float* row) { store_moments(arrays_.*in_host, r, row); });
     }
+    const float* const old_master = static_cast<const float*>(old_arrays.master.data()) + r * old_order.slots();
+    move(
+        &ColumnState::master, [&](float* row) { std::copy_n(old_master, old_order.slots(), row); },
+        [&](const float* row) { std::copy_n(row, slots(), host_master(r)); });
     weight.gather(r, slot_columns().data(), slots(), host_row(arrays_.last_written, r));
     context_.kernels.round_to(block_.master + r * block_.width, dtype_, block_.width, settled.data());
     weight.scatter(r, block_columns_.data(), block_.width, settled.data());

@@ -37,7 +37,8 @@ struct Settings {
   int64_t update_interval = 4;  // of an automatic one, the longest
   int64_t update_delay = 1;
   double lookahead = 1;
-  bool automatic = false;  // parameters vote on when a window ends
+  bool automatic = false;           // parameters vote on when a window ends
+  DType moments = DType::kFloat32;  // of deferred columns, on the host; or bfloat16
 };
 
 // What the methods work with; outlives the parameters.
@@ -104,9 +105,10 @@ struct ImportedClock {
 
 // The host side of one parameter, [rows, slots] each.
 struct HostArrays {
-  HostArray master, exp_avg, exp_avg_sq;  // fp32
-  HostArray last_written, pending;        // parameter's dtype: what it holds, and what the window in flight will write
-  HostArray sum;                          // fp32, "mean" while streaming or resumed within a window
+  HostArray master;                 // fp32
+  HostArray exp_avg, exp_avg_sq;    // of Settings::moments
+  HostArray last_written, pending;  // parameter's dtype: what it holds, and what the window in flight will write
+  HostArray sum;                    // fp32, "mean" while streaming or resumed within a window
 };
 
 // How one gradient is applied: the move of the selected columns, and where the deferred ones are collected.
@@ -153,9 +155,9 @@ struct StagedPlaces {
 class Parameter {
  public:
   // `device` holds weight, gradients and block. `step_count`, if not null, always holds steps(). Both outlive the
-  // parameter.
+  // parameter. `seed`: for moments that are rounded at random.
   Parameter(const Context& context, Device& device, std::span<const int64_t> sizes, DType dtype, bool split,
-            float* step_count);
+            float* step_count, uint32_t seed);
   ~Parameter();
   Parameter(const Parameter&) = delete;
   Parameter& operator=(const Parameter&) = delete;
@@ -263,7 +265,10 @@ class Parameter {
     const float* late;
   };
 
-  ColumnState host() const;
+  float* host_master(int64_t r) const { return static_cast<float*>(arrays_.master.data()) + r * slots(); }
+  // One row of the host's moments, to and from fp32, each of `count` elements; rounded to nearest.
+  void load_moments(const HostArray& array, int64_t r, int64_t count, float* row) const;
+  void store_moments(const HostArray& array, int64_t r, const float* row) const;
   const int32_t* block_index() const { return split_ ? block_columns_.data() : nullptr; }
   PageLocker* locker() const;
   HostArray make_array(int64_t elements, int64_t element_bytes, PageLocker* locker) const;
@@ -325,6 +330,7 @@ class Parameter {
 
   int64_t steps_ = 0;
   float* step_count_;
+  const uint32_t seed_;
   std::vector<int32_t> column_steps_;  // "mean" only: AdamW updates of each column
   Window window_;
   Vote vote_;

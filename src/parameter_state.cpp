@@ -35,10 +35,9 @@ void collect(const T* full, const std::vector<int32_t>& columns, int64_t width, 
 
 // Moments as if every gradient had been folded in: those that wait in lanes are folded into a copy of the row.
 void Parameter::fold_open_lanes(int64_t r, float* exp_avg, float* exp_avg_sq, float* sum) const {
-  const ColumnState host = this->host();
   const int64_t offset = r * slots();
-  std::copy_n(host.exp_avg + offset, slots(), exp_avg);
-  std::copy_n(host.exp_avg_sq + offset, slots(), exp_avg_sq);
+  load_moments(arrays_.exp_avg, r, slots(), exp_avg);
+  load_moments(arrays_.exp_avg_sq, r, slots(), exp_avg_sq);
   if (arrays_.sum.data() != nullptr) {
     std::copy_n(static_cast<const float*>(arrays_.sum.data()) + offset, slots(), sum);
   } else {
@@ -59,7 +58,6 @@ void Parameter::fold_open_lanes(int64_t r, float* exp_avg, float* exp_avg_sq, fl
 }
 
 void Parameter::export_state(const FullState& full) const {
-  const ColumnState host = this->host();
   const int64_t columns = shape_.columns;
   for_rows(context_.pool, shape_, [&](int64_t r) {
     const int64_t row = r * columns, block_row = r * block_.width;
@@ -72,7 +70,7 @@ void Parameter::export_state(const FullState& full) const {
       fold_open_lanes(r, exp_avg.floats(), exp_avg_sq.floats(), sum.floats());
       spread(exp_avg.floats(), slot_columns(), slots(), full.exp_avg + row);
       spread(exp_avg_sq.floats(), slot_columns(), slots(), full.exp_avg_sq + row);
-      spread(host.master + r * slots(), slot_columns(), slots(), full.master + row);
+      spread(host_master(r), slot_columns(), slots(), full.master + row);
       if (full.window_sum != nullptr) spread(sum.floats(), slot_columns(), slots(), full.window_sum + row);
     }
     with_bits(dtype_, [&]<class Bits>() {
@@ -122,16 +120,18 @@ void Parameter::import_state(const FullState& full, const ImportedClock& clock) 
   column_steps_.clear();
   if (context_.settings.mean && split_) column_steps_.assign(full.column_steps, full.column_steps + columns);
 
-  const ColumnState host = this->host();
   for_rows(context_.pool, shape_, [&](int64_t r) {
     const int64_t row = r * columns, block_row = r * block_.width, host_offset = r * slots();
     collect(full.exp_avg + row, block_columns_, block_.width, block_.exp_avg + block_row);
     collect(full.exp_avg_sq + row, block_columns_, block_.width, block_.exp_avg_sq + block_row);
     collect(full.master + row, block_columns_, block_.width, block_.master + block_row);
     if (slots() == 0) return;
-    collect(full.exp_avg + row, slot_columns(), slots(), host.exp_avg + host_offset);
-    collect(full.exp_avg_sq + row, slot_columns(), slots(), host.exp_avg_sq + host_offset);
-    collect(full.master + row, slot_columns(), slots(), host.master + host_offset);
+    Scratch packed(slots() * 4);
+    for (auto [from, to] : {std::pair{full.exp_avg, &arrays_.exp_avg}, {full.exp_avg_sq, &arrays_.exp_avg_sq}}) {
+      collect(from + row, slot_columns(), slots(), packed.floats());
+      store_moments(*to, r, packed.floats());
+    }
+    collect(full.master + row, slot_columns(), slots(), host_master(r));
     if (arrays_.sum.data() != nullptr && full.window_sum != nullptr) {
       collect(full.window_sum + row, slot_columns(), slots(), static_cast<float*>(arrays_.sum.data()) + host_offset);
     }

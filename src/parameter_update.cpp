@@ -14,8 +14,8 @@ namespace {
 
 Update shifted(Update u, int64_t elements) {
   u.master += elements;
-  u.exp_avg += elements;
-  u.exp_avg_sq += elements;
+  u.exp_avg = static_cast<float*>(u.exp_avg) + elements;
+  u.exp_avg_sq = static_cast<float*>(u.exp_avg_sq) + elements;
   return u;
 }
 
@@ -60,8 +60,9 @@ template <class Work>
 void Parameter::with_update(const GradientStep& step, Work&& work) const {
   const Lane gradient_lane{nullptr, step.fold};
   const ColumnSteps column_steps = step.corrections.view();
-  work(Update{block_.master, block_.exp_avg, block_.exp_avg_sq, nullptr, &gradient_lane, 1, &step.move, nullptr, false,
-              nullptr, 1.0f, step.corrections.empty() ? nullptr : &column_steps, block_.width});
+  work(Update{block_.master, block_.exp_avg, block_.exp_avg_sq, DType::kFloat32, 0, nullptr, &gradient_lane, 1,
+              &step.move, nullptr, false, nullptr, 1.0f, step.corrections.empty() ? nullptr : &column_steps,
+              block_.width});
 }
 
 void Parameter::apply(const TensorView& weight, const TensorView& gradient, const GradientStep& step) {
@@ -164,11 +165,12 @@ std::optional<HostJob> Parameter::host_job(bool closes_window, double lookahead)
   closes_window = closes_window && window_.count > 0;
   if (!closes_window && (open_lanes_.empty() || !context_.settings.stream)) return std::nullopt;
 
-  const ColumnState host = this->host();
   HostJob job{};
-  job.master = host.master;
-  job.exp_avg = host.exp_avg;
-  job.exp_avg_sq = host.exp_avg_sq;
+  job.master = host_master(0);
+  job.exp_avg = arrays_.exp_avg.data();
+  job.exp_avg_sq = arrays_.exp_avg_sq.data();
+  job.moments = context_.settings.moments;
+  job.noise = seed_ * 0x9e3779b9u + static_cast<uint32_t>(steps_) * 0x85ebca6bu;  // spread, for the kernels to hash
   job.sum = static_cast<float*>(arrays_.sum.data());
   job.written = arrays_.pending.data();
   job.lanes = late_lanes();
@@ -207,7 +209,7 @@ void Parameter::adopt_selected_edits(const TensorView& weight) {
 
 void Parameter::adopt_deferred_row(const TensorView& weight, int64_t r) {
   const int64_t bytes = slots() * item_size(dtype_);
-  float* master = host().master + r * slots();
+  float* master = host_master(r);
   char* last = host_row(arrays_.last_written, r);
   Scratch live(bytes + kOverrun), settled(bytes);
   gather_deferred(weight, r, live.data());
@@ -250,7 +252,7 @@ void Parameter::write_settled(const TensorView& weight) {
   for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
     adopt_deferred_row(weight, r);
     char* last = host_row(arrays_.last_written, r);
-    context_.kernels.round_to(host().master + r * slots(), dtype_, slots(), last);
+    context_.kernels.round_to(host_master(r), dtype_, slots(), last);
     scatter_deferred(weight, r, last);
   });
   in_flight_ = false;
@@ -260,7 +262,7 @@ void Parameter::show_settled(const TensorView& weight) {
   for_rows(context_.pool, {shape_.rows, slots()}, [&](int64_t r) {
     adopt_deferred_row(weight, r);
     Scratch settled(slots() * item_size(dtype_));
-    context_.kernels.round_to(host().master + r * slots(), dtype_, slots(), settled.data());
+    context_.kernels.round_to(host_master(r), dtype_, slots(), settled.data());
     scatter_deferred(weight, r, settled.data());
   });
   shows_settled_ = true;

@@ -73,6 +73,36 @@ ZENFLOW_INLINE void store(void* x, int64_t i, Floats value) {
   }
 }
 
+struct Integers {
+  __m256i v;
+};
+
+// Of x and the numbers after it.
+ZENFLOW_INLINE Integers hashed(uint32_t first) {
+  const __m256i count = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m256i x = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first)), count);
+  x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(0x7feb352d));
+  x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)),
+                         _mm256_set1_epi32(static_cast<int>(0x846ca68bu)));
+  return {_mm256_xor_si256(x, _mm256_srli_epi32(x, 16))};
+}
+ZENFLOW_INLINE Integers low_half(Integers x) {
+  return {_mm256_and_si256(x.v, _mm256_set1_epi32(0xffff))};
+}
+ZENFLOW_INLINE Integers high_half(Integers x) {
+  return {_mm256_srli_epi32(x.v, 16)};
+}
+
+// As in simd_scalar.h.
+ZENFLOW_INLINE void store_either_way(uint16_t* to, Floats value, Integers noise) {
+  const __m256i bits = _mm256_castps_si256(value.v);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value.v, value.v, _CMP_UNORD_Q));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_blendv_epi8(_mm256_add_epi32(bits, noise.v), quiet, is_nan), 16);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
+}
+
 // Past the caches; to aligned vectors only.
 template <DType D>
 ZENFLOW_INLINE void stream_store(void* x, int64_t i, Floats value) {

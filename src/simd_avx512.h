@@ -76,6 +76,35 @@ ZENFLOW_INLINE void store(void* x, int64_t i, Floats value) {
   }
 }
 
+struct Integers {
+  __m512i v;
+};
+
+// Of x and the numbers after it.
+ZENFLOW_INLINE Integers hashed(uint32_t first) {
+  const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i x = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)), count);
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x7feb352d));
+  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)),
+                         _mm512_set1_epi32(static_cast<int>(0x846ca68bu)));
+  return {_mm512_xor_si512(x, _mm512_srli_epi32(x, 16))};
+}
+ZENFLOW_INLINE Integers low_half(Integers x) {
+  return {_mm512_and_si512(x.v, _mm512_set1_epi32(0xffff))};
+}
+ZENFLOW_INLINE Integers high_half(Integers x) {
+  return {_mm512_srli_epi32(x.v, 16)};
+}
+
+// As in simd_scalar.h.
+ZENFLOW_INLINE void store_either_way(uint16_t* to, Floats value, Integers noise) {
+  const __m512i bits = _mm512_castps_si512(value.v);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(value.v, value.v, _CMP_UNORD_Q);
+  const __m512i rounded = _mm512_mask_blend_epi32(is_nan, _mm512_add_epi32(bits, noise.v), quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
 // Past the caches; to aligned vectors only.
 template <DType D>
 ZENFLOW_INLINE void stream_store(void* x, int64_t i, Floats value) {

@@ -49,7 +49,8 @@ class Array {
 
 // Everything that one call of update() or update_mean() reads, and what it may write.
 struct Case {
-  DType lane_dtype, written_dtype;
+  DType lane_dtype, written_dtype, moments;
+  uint32_t noise;
   int64_t count, begin, end, row_length;
   bool moves_weight, has_sum, has_columns;
   std::vector<Array> gradients;
@@ -63,8 +64,8 @@ struct State {
   Array master, exp_avg, exp_avg_sq, sum, written;
   State(Random& random, const Case& c)
       : master(random, DType::kFloat32, c.count),
-        exp_avg(random, DType::kFloat32, c.count),
-        exp_avg_sq(random, DType::kFloat32, c.count),
+        exp_avg(random, c.moments, c.count),
+        exp_avg_sq(random, c.moments, c.count),
         sum(random, DType::kFloat32, c.count),
         written(random, c.written_dtype, c.count) {
     // A second moment is rarely negative.
@@ -83,6 +84,7 @@ Fold random_fold(Random& random) {
 Case random_case(Random& random, DType lanes, DType written) {
   Case c{};
   c.lane_dtype = lanes, c.written_dtype = written;
+  c.moments = random.one_of({DType::kFloat32, DType::kBFloat16}), c.noise = static_cast<uint32_t>(random.bits());
   c.count = random.between(0, 200);
   c.begin = random.chance(50) ? 0 : random.between(0, c.count);
   c.end = random.chance(50) ? c.count : random.between(c.begin, c.count);
@@ -117,6 +119,19 @@ void fold_by_definition(const Fold& f, float g, float& m, float& v) {
   v = std::fma(f.keep2, v, scaled * g);
 }
 
+// fp32 as it is; bfloat16 up with the chance that noise of 16 bits gives it.
+void set_moment(Array& moments, DType dtype, int64_t i, float value, uint32_t noise) {
+  if (dtype == DType::kFloat32 || std::isnan(value)) return moments.set(i, value);
+  const uint32_t bits = bits_from_float(value);
+  moments.set(i, float_from_bits((bits + noise) & 0xffff0000u));
+}
+
+uint32_t lowbias32(uint32_t x) {
+  x ^= x >> 16, x *= 0x7feb352du;
+  x ^= x >> 15, x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
 void update_by_definition(Case& c, State& s, bool mean) {
   for (int64_t i = c.begin; i < c.end; ++i) {
     float m = s.exp_avg.at(i), v = s.exp_avg_sq.at(i), sum = c.has_sum ? s.sum.at(i) : 0.0f;
@@ -126,7 +141,11 @@ void update_by_definition(Case& c, State& s, bool mean) {
     }
     if (mean && c.has_sum) s.sum.set(i, c.moves_weight ? 0.0f : sum);
     if (mean && c.moves_weight) fold_by_definition(c.mean_fold, sum / static_cast<float>(c.gradients.size()), m, v);
-    s.exp_avg.set(i, m), s.exp_avg_sq.set(i, v);
+    const uint32_t noise = lowbias32(c.noise + static_cast<uint32_t>(i));
+    if (!mean || c.moves_weight) {
+      set_moment(s.exp_avg, c.moments, i, m, noise & 0xffff);
+      set_moment(s.exp_avg_sq, c.moments, i, v, noise >> 16);
+    }
     if (!c.moves_weight) continue;
 
     const size_t column = static_cast<size_t>(i % c.row_length);
@@ -147,7 +166,8 @@ void update_in_pieces(Random& random, const Kernels& kernels, Case& c, State& s,
   for (size_t i = 0; i < c.gradients.size(); ++i) lanes.push_back({c.gradients[i].data(), c.folds[i]});
   const ColumnSteps columns{c.step.data(), c.root.data(), c.ahead.data()};
   Update u{};
-  u.master = s.master.floats(), u.exp_avg = s.exp_avg.floats(), u.exp_avg_sq = s.exp_avg_sq.floats();
+  u.master = s.master.floats(), u.exp_avg = s.exp_avg.data(), u.exp_avg_sq = s.exp_avg_sq.data();
+  u.moments = c.moments, u.noise = c.noise;
   u.sum = c.has_sum ? s.sum.floats() : nullptr;
   u.lanes = lanes.data(), u.lane_count = static_cast<int64_t>(lanes.size());
   u.move = c.moves_weight ? &c.move : nullptr;
@@ -198,6 +218,29 @@ TEST(update_equals_the_formula_on_every_instruction_set) {
 
 TEST(update_mean_equals_the_formula_on_every_instruction_set) {
   check_updates(true);
+}
+
+// The mean of many updates that only round is the value: 2^16 elements, so each bit of noise counts.
+TEST(bfloat16_moments_are_rounded_without_bias) {
+  constexpr int64_t kCount = 1 << 16;
+  const float value = float_from_bits(0x3f804000u);  // a quarter of the way from 1 to the next bfloat16
+  const std::vector<float> gradients(kCount, value);
+  std::vector<uint16_t> exp_avg(kCount), exp_avg_sq(kCount);
+  const Lane lane{gradients.data(), make_fold({.beta1 = 0.0, .beta2 = 1.0}, 1.0)};
+  for (const Kernels* kernels : available_kernels()) {
+    std::fill(exp_avg.begin(), exp_avg.end(), uint16_t{0});
+    Update u{};
+    u.exp_avg = exp_avg.data(), u.exp_avg_sq = exp_avg_sq.data();
+    u.moments = DType::kBFloat16, u.noise = 7;
+    u.lanes = &lane, u.lane_count = 1;
+    kernels->update(u, DType::kFloat32, DType::kFloat32, 0, kCount);
+    int64_t up = 0;
+    for (const uint16_t bits : exp_avg) {
+      CHECK(bits == 0x3f80 || bits == 0x3f81);
+      up += bits == 0x3f81;
+    }
+    CHECK(std::abs(static_cast<double>(up) / kCount - 0.25) < 0.01);  // six standard deviations
+  }
 }
 
 TEST(squares_are_added_with_one_rounding_on_every_instruction_set) {
