@@ -189,10 +189,11 @@ void bind_engine(py::module_& m) {
       .def("use_stream", &Engine::use_stream)
       .def("refuses_page_locks", &Engine::refuses_page_locks)
       .def("add",
-           [](Engine& e, std::vector<int64_t> sizes, int dtype, bool split, uintptr_t step_count, size_t device) {
+           [](Engine& e, std::vector<int64_t> sizes, int dtype, bool split, uintptr_t step_count, size_t device,
+              uint32_t seed) {
              const py::gil_scoped_release release;
              return e.add(std::move(sizes), static_cast<DType>(dtype), split, reinterpret_cast<float*>(step_count),
-                          device);
+                          device, seed);
            })
       .def("lend",
            [](Engine& e, int64_t index, uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, int64_t width) {

@@ -83,10 +83,10 @@ bool Engine::refuses_page_locks() const {
   return std::any_of(devices_.begin(), devices_.end(), [](const auto& d) { return d->refuses_page_locks(); });
 }
 
-int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count, size_t device) {
+int64_t Engine::add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count, size_t device,
+                    uint32_t seed) {
   const std::lock_guard lock(calls_.mutex());
-  auto state = std::make_unique<Parameter>(context_, *devices_.at(device), sizes, dtype, split, step_count,
-                                           static_cast<uint32_t>(parameters_.size()));
+  auto state = std::make_unique<Parameter>(context_, *devices_.at(device), sizes, dtype, split, step_count, seed);
   parameters_.push_back({std::move(sizes), std::move(state)});
   return static_cast<int64_t>(parameters_.size()) - 1;
 }

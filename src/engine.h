@@ -94,8 +94,9 @@ class Engine {
   void use_stream(size_t device, uintptr_t stream);
   bool refuses_page_locks() const;  // of any device
   const Context& context() const { return context_; }
-  // `step_count` as for Parameter.
-  int64_t add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count = nullptr, size_t device = 0);
+  // `step_count` and `seed` as for Parameter.
+  int64_t add(std::vector<int64_t> sizes, DType dtype, bool split, float* step_count = nullptr, size_t device = 0,
+              uint32_t seed = 0);
   Parameter& parameter(int64_t index);  // throws if it was discarded
   TensorView view(int64_t index, void* data, std::optional<DType> dtype, std::span<const int64_t> strides) const;
 

@@ -34,11 +34,12 @@ def measure_host_bandwidth(item, settings, stream):
         update_delay=settings.update_delay,
         lookahead=0.0,
         automatic=False,
+        moments=DTYPE_CODES[settings.moment_bytes],
         num_threads=settings.num_threads or 0,
         reserved_share=float(settings.pt_reserved_cores_perc),
         pin_threads=True,
     )
-    index = engine.add(list(shape), DTYPE_CODES[item], True, 0, 0)
+    index = engine.add(list(shape), DTYPE_CODES[item], True, 0, 0, 0)
     engine.lend(index, 0, 0, 0, 0)
     weight, gradient = _Zeros(item * ELEMENTS), _Zeros(item * ELEMENTS)
     without_gradient = (index, weight.address, None, False, 0, 0, None, 0)
@@ -52,7 +53,7 @@ def measure_host_bandwidth(item, settings, stream):
             engine.adopt_edits([])  # waits: on a GPU the host does not pack at the same time
         engine.synchronize([without_gradient])
         seconds.append(engine.report()["total"]["host_update_seconds"] - before)
-    closing, folding = moved_bytes(item, interval, mean=mean, stream=stream)
+    closing, folding = moved_bytes(item, interval, mean=mean, stream=stream, moment=settings.moment_bytes)
     return ELEMENTS * (closing + (interval - 1) * folding) / statistics.median(seconds[WINDOWS_BEFORE:])
 
 

@@ -69,6 +69,7 @@ class ModelBytes:
             "update_delay": settings.update_delay,
             "deferred_rule": settings.deferred_rule,
             "host_buffer": self.host_buffer(settings),
+            "moment": settings.moment_bytes,
             "offload_gradients": settings.offload_gradients,
         }
 

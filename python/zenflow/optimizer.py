@@ -92,6 +92,9 @@ class ZenFlowOptimizer(Optimizer):
         pt_reserved_cores_perc: share of the cores that is left to torch when num_threads is None.
         host_buffer: "ring" keeps a window's gradients and updates in one pass; "stream" folds each in as it comes, in
             less memory; "auto" takes the first that fits. Equal bits.
+        state_dtype: of the moments of deferred columns, in host memory. torch.bfloat16 takes 4 bytes less an element
+            and a shorter update; each value is rounded up or down at random, so that small steps are not lost.
+            Masters stay float32.
         skip_nonfinite: leave the whole step out if any gradient holds an Inf or NaN; counted in stats().
         offload_gradients: gradients of split parameters leave during backward and their memory is freed; same bits
             (docs/offload-gradients.md). To clip, use max_grad_norm; GradScaler is refused.
@@ -129,6 +132,7 @@ class ZenFlowOptimizer(Optimizer):
         num_threads=None,
         pt_reserved_cores_perc=0.5,
         host_buffer="auto",
+        state_dtype="float32",
         skip_nonfinite=False,
         offload_gradients=False,
         gradient_accumulation_steps=None,
@@ -153,6 +157,7 @@ class ZenFlowOptimizer(Optimizer):
             num_threads=num_threads,
             pt_reserved_cores_perc=pt_reserved_cores_perc,
             host_buffer=host_buffer,
+            state_dtype=state_dtype,
             skip_nonfinite=skip_nonfinite,
             offload_gradients=offload_gradients,
             gradient_accumulation_steps=gradient_accumulation_steps,

@@ -45,6 +45,7 @@ def predict(
     update_delay=1,
     deferred_rule="adamw",
     host_buffer="ring",
+    moment=4,
     offload_gradients=False,
     forward_share=1 / 3,
 ):
@@ -58,13 +59,15 @@ def predict(
         link_bandwidth: bytes per second each way, both at once; or (down, up).
         update_interval, update_delay, deferred_rule, host_buffer, offload_gradients: as for ZenFlowOptimizer, numbers
             and choices made.
+        moment: bytes of an element of a moment, as state_dtype says.
         forward_share: of device_seconds; matters with offload_gradients only.
 
     Returns:
         A `Prediction`.
     """
     down, up = link_bandwidth if isinstance(link_bandwidth, (tuple, list)) else (link_bandwidth, link_bandwidth)
-    closing, folding = moved_bytes(item, update_interval, mean=deferred_rule == "mean", stream=host_buffer == "stream")
+    mean, stream = deferred_rule == "mean", host_buffer == "stream"
+    closing, folding = moved_bytes(item, update_interval, mean=mean, stream=stream, moment=moment)
     times = _Times(
         forward=forward_share * device_seconds,
         backward=(1 - forward_share) * device_seconds,

@@ -11,6 +11,7 @@ import math
 import numbers
 import sys
 
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
 UNSUPPORTED_OPTIONS = {
     "amsgrad": "ZenFlow has no AMSGrad; use torch.optim.AdamW(amsgrad=True) for it",
     "capturable": "a step with host work cannot be captured in a CUDA graph; leave it out",
@@ -108,6 +109,7 @@ class Settings:
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
     min_offload_numel: int = 65536
+    state_dtype: object = "float32"
     num_threads: int | None = None
     pt_reserved_cores_perc: float = 0.5
     host_buffer: str = "auto"
@@ -134,6 +136,10 @@ class Settings:
         _check_integer("min_offload_numel", self.min_offload_numel, 0)
         if self.gradient_accumulation_steps is not None:
             _check_integer("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        dtype = str(self.state_dtype).removeprefix("torch.")
+        if dtype not in MOMENT_BYTES:
+            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {self.state_dtype!r}")
+        object.__setattr__(self, "state_dtype", dtype)
         if self.num_threads is not None:
             _check_integer("num_threads", self.num_threads, 1)
         share = self.pt_reserved_cores_perc
@@ -191,6 +197,11 @@ class Settings:
                 f"select_interval must be a multiple of update_interval, got "
                 f"select_interval={self.select_interval} with update_interval={self.update_interval}"
             )
+
+    @property
+    def moment_bytes(self):
+        """Of an element of a deferred column's exp_avg, or exp_avg_sq."""
+        return MOMENT_BYTES[self.state_dtype]
 
     @property
     def automatic(self):

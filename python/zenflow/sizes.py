@@ -61,7 +61,8 @@ def warm_up_host_bytes(shape, item, selected, settings, stream):
 
 def _fixed_bytes(item, settings, stream):
     total = 4 if stream and settings.deferred_rule == "mean" else 0
-    return 12 + 2 * item + total  # master, exp_avg, exp_avg_sq; last written and pending output
+    # master; exp_avg and exp_avg_sq; last written and pending output
+    return 4 + 2 * settings.moment_bytes + 2 * item + total
 
 
 def device_bytes(shape, item, selected, settings):
@@ -73,16 +74,18 @@ def device_bytes(shape, item, selected, settings):
     return (12 + (item if settings.offload_gradients else 0)) * rows * selected
 
 
-def moved_bytes(item, interval, *, mean, stream):
+def moved_bytes(item, interval, *, mean, stream, moment=4):
     """Bytes that the update of a window reads and writes in host memory, per deferred element: (closing pass, each of
     the interval - 1 passes before it, which only "stream" has).
 
-    The closing pass reads and writes master and moments, reads its lanes, and writes the weight that shows next.
+    The closing pass reads and writes master and moments (`moment` bytes each), reads its lanes, and writes the weight
+    that shows next.
     """
+    state = 8 + 4 * moment
     if not stream:
-        return 24 + item + interval * item, 0
-    carried = 8 if mean else 16  # the sum, or the moments: read and written
-    return 24 + (8 if mean else 0) + 2 * item, carried + item
+        return state + item + interval * item, 0
+    carried = 8 if mean else 4 * moment  # the sum, or the moments: read and written
+    return state + (8 if mean else 0) + 2 * item, carried + item
 
 
 def gpu_work_bytes(shapes, selected, settings):

@@ -22,6 +22,7 @@ from zenflow.tensors import (
     engine_call,
     mark_written,
     parameter_name,
+    parameter_position,
 )
 
 _stores = weakref.WeakSet()  # of all optimizers
@@ -65,6 +66,7 @@ class Store:
             update_delay=settings.update_delay,
             lookahead=float(settings.lookahead),
             automatic=settings.automatic,
+            moments=DTYPE_CODES[getattr(torch, settings.state_dtype)],
             num_threads=settings.num_threads or 0,
             reserved_share=float(settings.pt_reserved_cores_perc),
             pin_threads=True,
@@ -223,7 +225,8 @@ class Store:
         dtype = dtype or p.dtype
         step = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # the engine counts in it
         device = self._engine_device(devices.device_of(p))
-        index = self.engine.add(list(p.shape), DTYPE_CODES[dtype], split, step.data_ptr(), device)
+        seed = parameter_position(self._groups, p)
+        index = self.engine.add(list(p.shape), DTYPE_CODES[dtype], split, step.data_ptr(), device, seed)
         record = Record(index, p, split, step, dtype)
         record.remember(p)
         if not split:

@@ -67,6 +67,12 @@ def parameter_name(groups, parameter):
     return "a parameter"
 
 
+def parameter_position(groups, parameter):
+    """Its number in the order of groups; 0 for others."""
+    parameters = (p for group in groups for p in group["params"])
+    return next((i for i, p in enumerate(parameters) if p is parameter), 0)
+
+
 def check_weight(p, record, groups):
     """Raises if p is no longer the tensor that its state was made for; moves are followed before."""
     if not record.is_for(p):
