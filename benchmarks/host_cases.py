@@ -32,14 +32,16 @@ class Form:
     dtype: str = "fp32"  # of the parameter and its gradients
     interval: int = 1
     rule: str = "adamw"
+    state: str = "fp32"  # of the moments
 
     def __str__(self):
-        return f"{self.dtype}, S={self.interval}" + (", mean" if self.rule == "mean" else "")
+        notes = [", mean"] * (self.rule == "mean") + [f", {self.state} moments"] * (self.state != "fp32")
+        return f"{self.dtype}, S={self.interval}{''.join(notes)}"
 
     def bytes_per_element(self):
         """Of the arrays, and of the weight that they are made from."""
         item = DTYPES[self.dtype].itemsize
-        return 12 + (3 + self.interval) * item + (4 if self.rule == "mean" else 0)
+        return 4 + 2 * DTYPES[self.state].itemsize + (3 + self.interval) * item + (4 if self.rule == "mean" else 0)
 
 
 def tensor_at(address, elements, dtype):
@@ -68,6 +70,7 @@ class Update:
             selection=list(selection),
             dtype=code,
             gradient_dtype=code,
+            moments=DTYPE_CODES[DTYPES[form.state]],
             interval=form.interval,
             mean=form.rule == "mean",
             threads=threads,
@@ -84,7 +87,9 @@ class Update:
         dtype = DTYPES[self.form.dtype]
         arrays = {"lanes": [tensor_at(address, self.elements, dtype) for address in found.pop("lanes")]}
         arrays["written"] = tensor_at(found.pop("written"), self.elements, dtype)
-        return arrays | {name: tensor_at(address, self.elements, torch.float32) for name, address in found.items()}
+        arrays["master"] = tensor_at(found.pop("master"), self.elements, torch.float32)
+        state = DTYPES[self.form.state]
+        return arrays | {name: tensor_at(address, self.elements, state) for name, address in found.items()}
 
     def names(self):
         """Of the forms of the update; one gradient is no window."""

@@ -21,11 +21,12 @@ py::int_ address(const void* memory) {
 
 std::unique_ptr<HostBenchmark> make_benchmark(uintptr_t weight, int64_t rows, int64_t columns,
                                               std::vector<int32_t> selection, int dtype, int gradient_dtype,
-                                              int64_t interval, bool mean, int threads) {
+                                              int moments, int64_t interval, bool mean, int threads) {
   const BenchmarkSettings settings{{rows, columns},
                                    std::move(selection),
                                    static_cast<DType>(dtype),
                                    static_cast<DType>(gradient_dtype),
+                                   static_cast<DType>(moments),
                                    interval,
                                    mean,
                                    threads};
@@ -52,7 +53,7 @@ void bind_host(py::module_& module) {
       .value("EVERYTHING", Bypass::kEverything);
   py::class_<HostBenchmark>(m, "Benchmark")
       .def(py::init(&make_benchmark), py::kw_only(), "weight"_a, "rows"_a, "columns"_a, "selection"_a, "dtype"_a,
-           "gradient_dtype"_a, "interval"_a, "mean"_a, "threads"_a)
+           "gradient_dtype"_a, "moments"_a, "interval"_a, "mean"_a, "threads"_a)
       .def("arrays", &arrays_of)
       .def("update", &HostBenchmark::update, no_gil, py::kw_only(), "stream"_a, "isa"_a)
       .def("update_ceiling", &HostBenchmark::update_ceiling, no_gil, py::kw_only(), "stream"_a, "bypass"_a)

@@ -24,6 +24,7 @@ Settings settings_of(const BenchmarkSettings& b) {
   s.mean = b.mean;
   s.update_interval = b.interval;
   s.update_delay = 0;
+  s.moments = b.moments;
   return s;
 }
 
@@ -31,8 +32,8 @@ Streams streams_of(const HostJob& job) {
   Streams streams{{}, {}, {}, job.rows * job.slots};
   const bool moments = !job.mean || job.closes_window;
   if (job.closes_window) streams.updated.push_back({job.master, 4});
-  if (moments) streams.updated.push_back({job.exp_avg, 4});
-  if (moments) streams.updated.push_back({job.exp_avg_sq, 4});
+  if (moments) streams.updated.push_back({job.exp_avg, item_size(job.moments)});
+  if (moments) streams.updated.push_back({job.exp_avg_sq, item_size(job.moments)});
   if (job.sum != nullptr) streams.updated.push_back({job.sum, 4});
   for (const LateLane& l : job.lanes) {
     streams.read.push_back({const_cast<void*>(l.lane.gradients), item_size(job.lane_dtype)});
@@ -49,7 +50,7 @@ HostBenchmark::HostBenchmark(const BenchmarkSettings& settings, void* weight)
       host_(settings.threads, pins(settings.threads)),
       context_{active_kernels(), caller_, settings_of(settings)},
       device_(context_),
-      parameter_(context_, device_, settings_.sizes, settings.dtype, true, nullptr) {
+      parameter_(context_, device_, settings_.sizes, settings.dtype, true, nullptr, 0) {
   const int64_t rows = parameter_.shape().rows, width = static_cast<int64_t>(settings.selection.size());
   block_ = HostArray(3 * rows * width * 4);
   float* const state = static_cast<float*>(block_.data());

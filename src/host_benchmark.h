@@ -18,7 +18,7 @@ namespace zenflow {
 struct BenchmarkSettings {
   std::vector<int64_t> sizes;      // [rows, columns]
   std::vector<int32_t> selection;  // ascending; all other columns are deferred
-  DType dtype, gradient;
+  DType dtype, gradient, moments;
   int64_t interval;  // gradients of one window
   bool mean;
   int threads;  // of the host update, and of the calling thread's work

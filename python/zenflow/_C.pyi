@@ -97,6 +97,7 @@ class host:
             selection: list[int],
             dtype: int,
             gradient_dtype: int,
+            moments: int,
             interval: int,
             mean: bool,
             threads: int,
