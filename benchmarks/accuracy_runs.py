@@ -28,6 +28,7 @@ METHODS = {
     "AdamW": None,
     "published": {"deferred_rule": "mean", "update_delay": 4, "lookahead": 0},
     "ours": {},
+    "bfloat16 moments": {"state_dtype": "bfloat16"},
     "no look-ahead": {"lookahead": 0},
 }
 LONG_ONLY = ("no look-ahead",)
