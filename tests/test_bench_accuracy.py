@@ -47,13 +47,13 @@ def finished(tmp_path_factory):
 def test_a_benchmark_saves_table_numbers_and_picture(finished):
     cache, saved, done = finished
     assert done.returncode == 0, done.stderr
-    assert "0 of 6 runs are there already" in done.stdout
+    assert "0 of 8 runs are there already" in done.stdout
     assert "nothing here says anything about accuracy" in done.stdout
     (text,) = saved.glob("*-accuracy-quick.txt")
     for word in ("commit: ", "torch: ", "processor: ", "gpt, 12, 0.001", "published", "AdamW's spread", "verdict"):
         assert word in text.read_text()
     content = json.loads(text.with_suffix(".json").read_text())
-    assert len(content["runs"]) == len(run_files(cache)) == 6
+    assert len(content["runs"]) == len(run_files(cache)) == 8
     for result in content["runs"]:
         assert result["curve"][0][0] == 0 and result["curve"][-1] == [12, result["loss"]]
     (picture,) = saved.glob("*-accuracy-quick-gpt.png")
@@ -63,7 +63,7 @@ def test_a_benchmark_saves_table_numbers_and_picture(finished):
 def test_all_methods_start_at_the_same_loss(finished):
     results = [json.loads(content) for content in run_files(finished[0]).values()]
     assert len({result["curve"][0][1] for result in results}) == 1
-    assert len({result["loss"] for result in results}) == 6
+    assert len({result["loss"] for result in results}) == 8
 
 
 def test_only_missing_runs_are_made_and_come_out_the_same(finished):
@@ -74,7 +74,7 @@ def test_only_missing_runs_are_made_and_come_out_the_same(finished):
     others = {path: path.stat().st_mtime_ns for path in run_files(cache)}
     done = bench(cache, "--only", "gpt")
     assert done.returncode == 0, done.stderr
-    assert "5 of 6 runs are there already" in done.stdout
+    assert "7 of 8 runs are there already" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in others} == others
     assert json.loads(missing.read_text())["curve"] == json.loads(before[missing])["curve"]
 
