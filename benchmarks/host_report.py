@@ -22,11 +22,8 @@ def huge_pages():
 
 
 def call_rows(record):
-    """The best ceiling stands for all."""
     for call, times in record.times.items():
         name, _, rest = call.partition(", ")
-        if rest.startswith(CEILING) and times is not record.ceiling(name):
-            continue
         moved = record.bytes.get(name)
         yield [
             record.what,

@@ -56,7 +56,10 @@ void bind_host(py::module_& module) {
            "gradient_dtype"_a, "moments"_a, "interval"_a, "mean"_a, "threads"_a)
       .def("arrays", &arrays_of)
       .def("update", &HostBenchmark::update, no_gil, py::kw_only(), "stream"_a, "isa"_a)
-      .def("update_ceiling", &HostBenchmark::update_ceiling, no_gil, py::kw_only(), "stream"_a, "bypass"_a)
+      .def(
+          "update_ceiling",
+          [](HostBenchmark& b, bool stream, Bypass bypass, int64_t run) { b.update_ceiling(stream, {bypass, run}); },
+          no_gil, py::kw_only(), "stream"_a, "bypass"_a, "run"_a)
       .def("update_bytes", &HostBenchmark::update_bytes, py::kw_only(), "stream"_a)
       .def(
           "norms", [](HostBenchmark& b, uintptr_t gradient) { b.norms(memory(gradient)); }, no_gil)
@@ -71,8 +74,11 @@ void bind_host(py::module_& module) {
       .def(
           "find_edits", [](HostBenchmark& b, uintptr_t weight) { b.find_edits(memory(weight)); }, no_gil)
       .def(
-          "copy", [](HostBenchmark& b, uintptr_t gradient, Bypass bypass) { b.copy(memory(gradient), bypass); },
-          no_gil);
+          "copy",
+          [](HostBenchmark& b, uintptr_t gradient, Bypass bypass, int64_t run) {
+            b.copy(memory(gradient), {bypass, run});
+          },
+          no_gil, "gradient"_a, py::kw_only(), "bypass"_a, "run"_a);
 }
 
 }  // namespace zenflow

@@ -83,8 +83,8 @@ void HostBenchmark::update(bool stream, const std::string& isa) {
   for (const HostJob& job : jobs(stream)) job.run(kernels, host_);
 }
 
-void HostBenchmark::update_ceiling(bool stream, Bypass bypass) {
-  for (const HostJob& job : jobs(stream)) run_streams(streams_of(job), bypass, host_);
+void HostBenchmark::update_ceiling(bool stream, const Pattern& pattern) {
+  for (const HostJob& job : jobs(stream)) run_streams(streams_of(job), pattern, host_);
 }
 
 int64_t HostBenchmark::update_bytes(bool stream) const {
@@ -119,13 +119,13 @@ void HostBenchmark::find_edits(void* weight) {
   parameter_.adopt_deferred_edits(view(weight, settings_.dtype));
 }
 
-void HostBenchmark::copy(void* gradient, Bypass bypass) {
+void HostBenchmark::copy(void* gradient, const Pattern& pattern) {
   const int64_t item = item_size(settings_.gradient), elements = parameter_.shape().count();
   if (copy_.data() == nullptr) {
     copy_ = HostArray(elements * item);
     copy_.first_touch(caller_, item, kHostGrain);
   }
-  run_streams({{}, {{gradient, item}}, {{copy_.data(), item}}, elements}, bypass, caller_);
+  run_streams({{}, {{gradient, item}}, {{copy_.data(), item}}, elements}, pattern, caller_);
 }
 
 }  // namespace zenflow

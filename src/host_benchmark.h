@@ -31,17 +31,17 @@ class HostBenchmark {
   // One window's update: of all gradients in one pass, or each folded in by a pass of its own as it lands. Step counts
   // stay as they are, so that every call does the same work.
   void update(bool stream, const std::string& isa);
-  void update_ceiling(bool stream, Bypass bypass);
+  void update_ceiling(bool stream, const Pattern& pattern);
   int64_t update_bytes(bool stream) const;
   const HostJob& window() const { return window_; }
 
   // The calling thread's share of a step. Gradients are of the given dtype, contiguous.
   void norms(void* gradient);
-  void pack(void* gradient);                 // both sides' columns, into the places that staging has for them
-  void apply(void* weight, void* gradient);  // packing, and AdamW on the selected columns
-  void publish(void* weight);                // compares, then writes the deferred columns
-  void find_edits(void* weight);             // compares alone
-  void copy(void* gradient, Bypass bypass);  // all its bytes, into memory of its own
+  void pack(void* gradient);                          // both sides' columns, into the places that staging has for them
+  void apply(void* weight, void* gradient);           // packing, and AdamW on the selected columns
+  void publish(void* weight);                         // compares, then writes the deferred columns
+  void find_edits(void* weight);                      // compares alone
+  void copy(void* gradient, const Pattern& pattern);  // all its bytes, into memory of its own
 
  private:
   std::vector<HostJob> jobs(bool stream) const;

@@ -12,8 +12,6 @@
 namespace zenflow {
 namespace {
 
-constexpr int64_t kBlock =
-    128;  // elements, taken from one stream after the other: shorter runs are slower where streams are many
 constexpr int64_t kLine = 64;
 constexpr int kMostStreams = 24;
 
@@ -58,22 +56,22 @@ inline void finish_stores() {}
 #endif
 constexpr int64_t kPiece = sizeof(Piece);
 
-// Where one block of each stream lies, and how many bytes it has.
-struct Blocks {
+// Where one run of each stream lies, and how many bytes it has.
+struct Runs {
   char* data[kMostStreams];
   int64_t bytes[kMostStreams];
   int count = 0;
 
-  Blocks(const std::vector<ByteStream>& streams, int64_t first) {
+  Runs(const std::vector<ByteStream>& streams, int64_t first, int64_t run) {
     for (const ByteStream& s : streams) {
       data[count] = static_cast<char*>(s.data) + first * s.item_bytes;
-      bytes[count++] = kBlock * s.item_bytes;
+      bytes[count++] = run * s.item_bytes;
     }
   }
-  char* at(int stream, int64_t block) const { return data[stream] + block * bytes[stream]; }
+  char* at(int stream, int64_t index) const { return data[stream] + index * bytes[stream]; }
 };
 
-// body(offset) for the pieces of a block, a whole line at a time.
+// body(offset) for the pieces of a run, a whole line at a time.
 template <class Body>
 inline void for_pieces(int64_t bytes, Body&& body) {
   for (int64_t line = 0; line < bytes; line += kLine) {
@@ -83,23 +81,23 @@ inline void for_pieces(int64_t bytes, Body&& body) {
 
 // `zero` is 0, which the compiler does not know: it keeps every load and every store.
 template <bool UpdatedPastCaches, bool WrittenPastCaches>
-void run_blocks(const Streams& streams, int64_t begin, int64_t end, int zero) {
-  const Blocks updated(streams.updated, begin), read(streams.read, begin), written(streams.written, begin);
+void run_range(const Streams& streams, int64_t run, int64_t begin, int64_t end, int zero) {
+  const Runs updated(streams.updated, begin, run), read(streams.read, begin, run), written(streams.written, begin, run);
   const Piece nothing = filled(zero);
   Piece all = nothing;  // of everything that was read, so that reading alone counts too
-  for (int64_t block = 0; block < (end - begin) / kBlock; ++block) {
+  for (int64_t i = 0; i < (end - begin) / run; ++i) {
     for (int s = 0; s < read.count; ++s) {
-      const char* const from = read.at(s, block);
-      for_pieces(read.bytes[s], [&](int64_t i) { all = mix(all, load(from + i)); });
+      const char* const from = read.at(s, i);
+      for_pieces(read.bytes[s], [&](int64_t at) { all = mix(all, load(from + at)); });
     }
     for (int s = 0; s < updated.count; ++s) {
-      char* const place = updated.at(s, block);
+      char* const place = updated.at(s, i);
       for_pieces(updated.bytes[s],
-                 [&](int64_t i) { store<UpdatedPastCaches>(place + i, mix(load(place + i), nothing)); });
+                 [&](int64_t at) { store<UpdatedPastCaches>(place + at, mix(load(place + at), nothing)); });
     }
     for (int s = 0; s < written.count; ++s) {
-      char* const to = written.at(s, block);
-      for_pieces(written.bytes[s], [&](int64_t i) { store<WrittenPastCaches>(to + i, all); });
+      char* const to = written.at(s, i);
+      for_pieces(written.bytes[s], [&](int64_t at) { store<WrittenPastCaches>(to + at, all); });
     }
   }
   __asm__ volatile("" : : "m"(all));
@@ -116,14 +114,14 @@ int64_t Streams::bytes() const {
   return elements * item;
 }
 
-void run_streams(const Streams& streams, Bypass bypass, ThreadPool& pool) {
+void run_streams(const Streams& streams, const Pattern& pattern, ThreadPool& pool) {
   static volatile int unknown = 0;
   const int zero = unknown;
-  const auto blocks = bypass == Bypass::kNothing   ? run_blocks<false, false>
-                      : bypass == Bypass::kWritten ? run_blocks<false, true>
-                                                   : run_blocks<true, true>;
+  const auto loop = pattern.bypass == Bypass::kNothing   ? run_range<false, false>
+                    : pattern.bypass == Bypass::kWritten ? run_range<false, true>
+                                                         : run_range<true, true>;
   pool.parallel_for(streams.elements, kHostGrain,
-                    [&](int64_t begin, int64_t end) { blocks(streams, begin, end, zero); });
+                    [&](int64_t begin, int64_t end) { loop(streams, pattern.run, begin, end, zero); });
 }
 
 }  // namespace zenflow

@@ -27,7 +27,13 @@ struct Streams {
 // Which stores bypass the caches. A store that does not reads its line first, unless it was read anyway.
 enum class Bypass { kNothing, kWritten, kEverything };
 
-// One pass over the streams. Elements beyond the last whole block of 128 are left out.
-void run_streams(const Streams& streams, Bypass bypass, ThreadPool& pool);
+// How a loop goes over the streams. Which way is the fastest depends on their number and on where they lie.
+struct Pattern {
+  Bypass bypass;
+  int64_t run;  // elements taken from one stream after the other: a multiple of 32 that divides kHostGrain
+};
+
+// One pass over the streams. Elements beyond the last whole run are left out.
+void run_streams(const Streams& streams, const Pattern& pattern, ThreadPool& pool);
 
 }  // namespace zenflow
