@@ -47,6 +47,8 @@ class CudaDevice : public Device, private PageLocker {
   void columns_moved(Parameter& parameter, const TensorView& weight) override;
   void adopt_deferred_edits(std::span<const Operand* const> operands) override;
   void publish(std::span<const Operand* const> operands) override;
+  void publish_ahead(std::span<const Operand* const> operands) override;
+  void join() override;
   std::function<void()> arrival() override;
   void wait() override;
   void reserve_steps(int64_t steps) override;
@@ -124,6 +126,7 @@ class CudaDevice : public Device, private PageLocker {
   std::map<const Parameter*, ColumnMap> maps_;
   std::map<const Parameter*, Kept> kept_;
   bool refuses_page_locks_ = false;
+  bool ahead_ = false;        // `published_` was recorded, and the caller's stream has not waited for it
   bool writes_host_ = false;  // the caller's stream has work that uses host arrays, and `down` has not waited for it
 
   std::vector<NormTask> measured_;

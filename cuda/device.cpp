@@ -316,6 +316,11 @@ void CudaDevice::adopt_deferred_edits(std::span<const Operand* const> operands) 
 }
 
 void CudaDevice::publish(std::span<const Operand* const> operands) {
+  publish_ahead(operands);
+  join();
+}
+
+void CudaDevice::publish_ahead(std::span<const Operand* const> operands) {
   const DeviceScope scope(ordinal_);
   adopt_deferred_edits(operands);
   ZENFLOW_CUDA_CHECK(cudaEventRecord(queued_.handle(), compute()));
@@ -323,9 +328,15 @@ void CudaDevice::publish(std::span<const Operand* const> operands) {
   ZENFLOW_CUDA_CHECK(cudaStreamWaitEvent(up_, queued_.handle(), 0));
   for (const Operand* o : operands) publish(*o);
   ZENFLOW_CUDA_CHECK(cudaEventRecord(published_.handle(), up_));
+  ahead_ = true;
+  writes_host_ = true;  // and reads it: `pending`
+}
+
+void CudaDevice::join() {
+  if (!std::exchange(ahead_, false)) return;
+  const DeviceScope scope(ordinal_);
   // The weights: the caller goes on with what was published.
   ZENFLOW_CUDA_CHECK(cudaStreamWaitEvent(compute(), published_.handle(), 0));
-  writes_host_ = true;  // and reads it: `pending`
 }
 
 // Chunk after chunk on one stream, through one piece of memory: a copy is two orders slower than its scatter.
@@ -350,6 +361,7 @@ void CudaDevice::publish(const Operand& o) {
 
 void CudaDevice::send_after_compute() {
   if (!std::exchange(writes_host_, false)) return;
+  join();
   ZENFLOW_CUDA_CHECK(cudaEventRecord(queued_.handle(), compute()));
   // Host memory that the caller's stream writes, edits and the clipping coefficient: who waits for this stream reads
   // it.

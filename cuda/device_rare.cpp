@@ -203,6 +203,7 @@ double CudaDevice::staged_norm(const Parameter& p) {
 
 void CudaDevice::unstage(Parameter& p, void* gradient) {
   const DeviceScope scope(ordinal_);
+  join();  // the chunk through which weights come
   const StagedPlaces from = p.staged_places();
   const SelectivePass all = staged_pass(p, from);
   const int64_t row_bytes = all.slots * item_size(all.packed_dtype), item = item_size(all.gradient_dtype);

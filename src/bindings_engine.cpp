@@ -229,6 +229,7 @@ void bind_engine(py::module_& m) {
              const py::gil_scoped_release release;
              return e.publish_early(operands[0]);
            })
+      .def("join_publications", &Engine::join_publications, py::call_guard<py::gil_scoped_release>())
       .def("synchronize", &on_weights<&Engine::synchronize>)
       .def("flush", &on_weights<&Engine::flush>)
       .def("show_settled", &on_weights<&Engine::show_settled>)

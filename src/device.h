@@ -100,6 +100,10 @@ class Device {
   virtual void adopt_deferred_edits(std::span<const Operand* const> operands) = 0;
   // Edits excepted, writes `pending` into the deferred columns. The parameters' finished windows end there.
   virtual void publish(std::span<const Operand* const> operands) = 0;
+  // The same for weights that the caller queues no use of before join().
+  virtual void publish_ahead(std::span<const Operand* const> operands) { publish(operands); }
+  // What the caller queues later sees what was published ahead.
+  virtual void join() {}
 
   // What a host job that reads lanes, or writes what the device reads, has to call first; empty: nothing.
   virtual std::function<void()> arrival() { return {}; }

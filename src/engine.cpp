@@ -106,6 +106,7 @@ void Engine::commit(std::span<const Operand> operands, const StepPlan& plan) {
   const std::lock_guard lock(calls_.mutex());
   const FloatingPointMode mode;
   wait(0);  // an error of earlier work surfaces before anything changes
+  join();
   keep_late_norms();
   count_late_sides();
   const int64_t step = clock_.step + 1;
@@ -388,6 +389,10 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
   }
 }
 
+void Engine::join() const {
+  for (const auto& device : devices_) device->join();
+}
+
 void Engine::publish(std::span<const Operand> operands) {
   publish_in_flight(operands);
   clock_.publish_at = 0;
@@ -412,6 +417,7 @@ void Engine::wait(HostUpdater::Ticket ticket) {
 // Waits for the host first: what work does needs it idle.
 void Engine::on_host(std::span<const Operand> operands, FunctionRef<void(Parameter&, const TensorView&)> work) {
   wait_for_host();
+  join();
   for (const Operand& o : operands) {
     Parameter& p = *o.parameter;
     p.device().on_host(p, o.weight, [&](const TensorView& weight) {

@@ -123,6 +123,8 @@ class Engine {
   // For a parameter that this backward needs no more: what the coming step, which does not select, would publish.
   // Whether there was anything.
   bool publish_early(const Operand& operand);
+  // At the end of that backward, with its stream: what the caller queues later sees what came early.
+  void join_publications();
 
   void synchronize(std::span<const Operand> operands);
   void flush(std::span<const Operand> operands);
@@ -169,6 +171,7 @@ class Engine {
   static void drop_staged(Parameter& parameter);
   void apply_gradients(std::span<const Operand> operands, const Coefficient& coefficient);
   void submit_host_work(std::span<const Operand> operands, const StepPlan& plan);
+  void join() const;
   void publish(std::span<const Operand> operands);
   void publish_in_flight(std::span<const Operand> operands);
   void settle(std::span<const Operand> operands);

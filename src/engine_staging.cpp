@@ -68,8 +68,15 @@ bool Engine::publish_early(const Operand& o) {
   const FloatingPointMode mode;
   if (!o.parameter->in_flight()) return false;
   wait(o.parameter->host_ticket());
-  publish_in_flight({&o, 1});
+  const Operand* const operand = &o;
+  report_.total.h2d_bytes += o.parameter->deferred_count() * item_size(o.parameter->dtype());
+  o.parameter->device().publish_ahead({&operand, 1});
   return true;
+}
+
+void Engine::join_publications() {
+  const std::lock_guard lock(calls_.mutex());
+  join();
 }
 
 void Engine::check_staged(const Operand& o, const StepPlan& plan) const {

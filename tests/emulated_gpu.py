@@ -49,7 +49,12 @@ class Engine(_C.Engine):
             super().unstage(index, address)
 
     def publish_early(self, row):
-        return on_device(self, [row], lambda: super(Engine, self).publish_early(row))
+        def publish():
+            published = super(Engine, self).publish_early(row)
+            self.join_publications()  # the memory is the device's in this call alone
+            return published
+
+        return on_device(self, [row], publish)
 
     def synchronize(self, rows):
         on_device(self, rows, lambda: super(Engine, self).synchronize(rows))

@@ -41,6 +41,7 @@ class GradientOffload:
         self._fired = set()  # parameters with a gradient since the last step
         self._observed = set()  # and in an earlier one
         self._in_parts = set()  # parameters whose gradient came more than once before a step
+        self._owes_join = False  # weights are on their way, and nothing of the caller's waits for them
         self._warn = _Warning()
         self._lock = threading.RLock()  # a GPU's backward has a thread of its own
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -76,6 +77,8 @@ class GradientOffload:
 
     def restart(self):
         """The next backward is the first one of a step."""
+        if self._owes_join:  # backward failed
+            self._join_publications()
         self._batches.restart()
         self._observed |= self._fired
         self._fired.clear()
@@ -236,6 +239,18 @@ class GradientOffload:
                 staged.published = engine.publish_early(row)
                 if staged.published:
                     mark_written([p], [p], {p: record})
+            if staged.published and not self._owes_join:
+                self._owes_join = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._join_publications)
+
+    def _join_publications(self):
+        """At the end of backward: what the caller does next comes after the weights that are on their way."""
+        with self._lock:
+            self._owes_join = False
+            optimizer = self._optimizer()
+            if optimizer is not None and optimizer._store is not None:
+                optimizer._store.use_current_streams()
+                optimizer._store.engine.join_publications()
 
     def _holds(self, p, gradient):
         mine = self._staged.get(p)

@@ -364,7 +364,10 @@ void Training::stage(std::vector<Operand>& operands, const StepPlan& plan, Rando
     o.staged = true;
     if (!publishes || random.chance(30)) continue;
     one = {o};
-    call(one, [&](std::span<const Operand> operand) { engine_->publish_early(operand[0]); });
+    call(one, [&](std::span<const Operand> operand) {
+      engine_->publish_early(operand[0]);
+      engine_->join_publications();
+    });
   }
 }
 
