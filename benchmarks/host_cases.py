@@ -2,8 +2,8 @@
 """The host's work piece by piece, each with the ceiling of its bytes: a window's update, and the calling thread's work.
 
 The memory, the threads and the jobs are those that the engine would use (zenflow._C.host). A ceiling is a STREAM-like
-loop over the same arrays with the same threads. Stores are ordinary or go past the caches, and so many elements are taken
-from one stream after the other: of all such loops the one that is fastest here counts.
+loop over the same arrays with the same threads. Stores are ordinary or go past the caches, and some number of elements
+is taken from one stream after the other: of all such loops the one that is fastest here counts.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ def shape_of(elements):
 
 
 def fastest(name, loops, tries=4):
-    """The ceiling of `name`, {what to call it: it}: of loops that move the same bytes, the one with the shortest time."""
+    """The ceiling of `name`, {what to call it: it}: of loops that move the same bytes, the fastest."""
 
     def shortest(kind):
         return min(measure_once(loops[kind], torch.device("cpu"), 1) for _ in range(tries))
