@@ -17,7 +17,7 @@ cpp_files := $(native_sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h) $(wildc
 build_files := CMakeLists.txt cmake/cuda.cmake setup.py pyproject.toml
 
 .PHONY: build test lint core-tests emulation-tests barrier-mutations emulated-python-tests python-tests demo paced \
-  bench-stall format clean
+  bench bench-overhead bench-kernels bench-stall bench-accuracy format clean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/build
@@ -78,7 +78,7 @@ emulated-python-tests: emulation-tests-none
 	PYTHONPATH=build/emulation-none/python:tests $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p emulated_gpu \
 	  -m "not gpu" --hypothesis-profile=quick tests/gpu tests/test_equalities.py tests/test_offload_gradients.py $(PYTEST)
 
-python-tests: $(STAMPS)/build
+python-tests: $(STAMPS)/build paced
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
 
 # zenflow on the emulated device as a benchmark needs it; and the benchmark, with STALL as its arguments.
@@ -89,8 +89,22 @@ paced: $(STAMPS)/requirements
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > build/paced.log 2>&1 || { cat build/paced.log; exit 1; }
 	cmake --build build/paced --target _C --parallel $(JOBS)
 
+# All that runs without a GPU, one after the other; tables and pictures go to benchmarks/results.
+bench: bench-overhead bench-kernels bench-stall bench-accuracy
+
+bench-overhead: $(STAMPS)/build
+	$(BIN)/python benchmarks/bench_overhead.py
+
+# DeepSpeed is compared with where it installs and builds.
+bench-kernels: $(STAMPS)/build
+	-$(PIP) $$(grep '^torch==' requirements-test.txt) deepspeed==0.19.6
+	$(BIN)/python benchmarks/bench_kernels.py --cpu
+
 bench-stall: paced
-	PYTHONPATH=build/paced/python $(BIN)/python benchmarks/bench_stall.py $(STALL)
+	PYTHONPATH=build/paced/python $(BIN)/python benchmarks/bench_stall.py --save $(STALL)
+
+bench-accuracy: $(STAMPS)/build
+	$(BIN)/python benchmarks/bench_accuracy.py --save $(ACCURACY)
 
 demo: $(STAMPS)/demo
 	$(BIN)/python examples/finetune.py $(DEMO)
