@@ -2,30 +2,23 @@
 """ZenFlowOptimizer: AdamW whose deferred columns are updated by the host in the background.
 
 `step()` is the algorithm: validate, make room, plan, commit. The native engine (src/engine.h) does the work and owns
-the clock; `settings.py` says what a step does, `state.py` what a checkpoint holds, `tensors.py` how tensors become
-addresses.
+the clock; `settings.py` says what a step does, `tensors.py` how tensors become addresses. What else an optimizer has to
+do it inherits: `following.py` keeps up with what users change between two calls, `checkpoints.py` saves and loads.
 """
 
-import collections
 import contextlib
-import copy
-import functools
 import inspect
 import warnings
-import weakref
 
 import torch
-from torch.optim import Optimizer
 
 from zenflow import _C, deepspeed_config, devices, memory
-from zenflow import state as canonical
-from zenflow.fit import ScheduleFit
-from zenflow.masters import named_weights, without_master
-from zenflow.offload import GradientOffload
+from zenflow.checkpoints import CheckpointedOptimizer
+from zenflow.following import on_the_optimizer
 from zenflow.offloaded_gradient import OffloadedGradient
 from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, numbers_of, reject_unsupported
 from zenflow.stats import make_stats
-from zenflow.store import Store, splits
+from zenflow.store import Store
 from zenflow.templates import is_asked_for_template
 from zenflow.tensors import (
     DTYPE_CODES,
@@ -38,25 +31,11 @@ from zenflow.tensors import (
     engine_call,
     is_plain,
     mark_written,
-    parameter_name,
     strides_of,
 )
 
-# What torch's own state_dict() works on.
-_SWAPPED = ("state", "param_groups", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 
-
-def _on_the_optimizer(method):
-    """For methods that change attributes: Lightning's wrapper inherits them, but what it is given it keeps."""
-
-    @functools.wraps(method)
-    def call(self, *args, **kwargs):
-        return method(self._itself(), *args, **kwargs)
-
-    return call
-
-
-class ZenFlowOptimizer(Optimizer):
+class ZenFlowOptimizer(CheckpointedOptimizer):
     """AdamW that updates the gradient columns that matter at every step, and the rest on the host in the background.
 
     A drop-in for torch.optim.AdamW (arXiv 2505.12242). A parameter is a matrix [rows, columns]; the `topk_ratio` of
@@ -382,7 +361,7 @@ class ZenFlowOptimizer(Optimizer):
 
     # Between steps
 
-    @_on_the_optimizer
+    @on_the_optimizer
     @torch.no_grad()
     def synchronize(self):
         """Waits for the host update in flight and writes the settled masters into the parameters, without look-ahead.
@@ -394,7 +373,7 @@ class ZenFlowOptimizer(Optimizer):
         if self._store:
             self._store.write_weights(_C.Engine.synchronize)
 
-    @_on_the_optimizer
+    @on_the_optimizer
     @torch.no_grad()
     def flush(self):
         """Closes the open window, so that no gradient is left out, then does as synchronize().
@@ -406,7 +385,7 @@ class ZenFlowOptimizer(Optimizer):
         if self._store:
             self._store.write_weights(_C.Engine.flush)
 
-    @_on_the_optimizer
+    @on_the_optimizer
     @contextlib.contextmanager
     def settled(self):
         """Shows the settled masters in the parameters; on leaving, puts the training weights back bit for bit.
@@ -429,250 +408,3 @@ class ZenFlowOptimizer(Optimizer):
     def stats(self):
         """Times, volumes and memory so far, as a `zenflow.stats.Stats`."""
         return make_stats(self._settings, self._store, self._skipped_steps, self._fit)
-
-    # Checkpoints
-
-    @_on_the_optimizer
-    def state_dict(self):
-        """The canonical state (see `zenflow.state`), under torch's names where torch has them.
-
-        Loads into torch.optim.AdamW too; after flush() nothing is missing for it. Only waits for the host: nothing
-        changes, and nothing in it aliases the live state. Saved at any step, training resumes with the same bits.
-        """
-        for hook in self._optimizer_state_dict_pre_hooks.values():  # first: it may flush()
-            hook(self)
-        states, groups = self._canonical_state()
-        groups = canonical.without_live_tensors(groups)
-        live = {name: self.__dict__[name] for name in _SWAPPED}
-        self.__dict__.update(zip(_SWAPPED, (states, groups, {}, {}), strict=True))
-        try:
-            state_dict = super().state_dict()
-        finally:
-            self.__dict__.update(live)
-        for hook in self._optimizer_state_dict_post_hooks.values():  # last: it sees the live state
-            state_dict = hook(self, state_dict) or state_dict
-        return state_dict
-
-    @_on_the_optimizer
-    @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Replaces all state, the schedule's included, with a checkpoint of ZenFlowOptimizer or torch.optim.AdamW.
-
-        Constructor settings win over the checkpoint's. Where update_interval, deferred_rule, min_offload_numel,
-        topk_ratio or split differ, the saved window closes as by flush() at the next call, and columns are selected
-        anew.
-
-        Raises:
-            ValueError: the groups or shapes differ, or the state is of another optimizer. Nothing has
-                changed then.
-        """
-        self._refuse_while_settled("load_state_dict()")
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        if "param_groups" not in state_dict or "state" not in state_dict:
-            raise ValueError(
-                "this is no optimizer's state dict (it lacks 'state' or 'param_groups'): is it the model's?"
-            )
-        saved_groups = copy.deepcopy(state_dict["param_groups"])
-        by_id = canonical.match_parameters(self.param_groups, saved_groups)
-        states = {by_id[key]: state for key, state in state_dict["state"].items() if key in by_id}
-        states, saved_groups = canonical.own_part(states, saved_groups)
-        canonical.check_states(states, self._name)
-        self._restore(states, saved_groups)
-        self.state.update((key, value) for key, value in state_dict["state"].items() if key not in by_id)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
-
-    @torch.no_grad()
-    def master_weights(self, model=None):
-        """The fp32 weights for export: {"name": tensor}, ready for safetensors.torch.save_file.
-
-        Full-shaped copies in host memory, settled: without look-ahead, with the update in flight. The gradients of an
-        open window are not in it; call flush() first where none may be left out. Only waits for the host, as
-        state_dict() does.
-
-        Args:
-            model: gives names to its parameters. Tied ones come once, as in model.named_parameters(); those that this
-                optimizer does not have come as they are, in fp32. None: for an optimizer that was made with
-                model.named_parameters().
-
-        Raises:
-            ValueError: there are no names, or the model is another one.
-        """
-        weights = named_weights(model, self.param_groups)
-        self._follow_changes()
-        masters = self._store.export_masters(weights.values()) if self._store else {}
-        return {name: masters[p] if p in masters else without_master(p) for name, p in weights.items()}
-
-    def __getstate__(self):
-        states, groups = self._canonical_state()
-        return {"defaults": self.defaults, "state": states, "param_groups": groups, "_settings": self._requested}
-
-    @torch.no_grad()
-    def __setstate__(self, state):
-        self._start(state["_settings"])
-        super().__setstate__({**state, "state": collections.defaultdict(dict)})
-        if self._offload:
-            self._offload.follow()
-        states = {p: value for p, value in state["state"].items() if isinstance(p, torch.Tensor)}
-        saved_groups = [dict(group) for group in self.param_groups]
-        canonical.take_scalars(self.param_groups, {})
-        self._restore(states, saved_groups)
-        self.state.update((key, value) for key, value in state["state"].items() if key not in states)
-
-    def _canonical_state(self):
-        """(states by parameter, parameter groups with the schedule's scalars), as state_dict() and pickle need them."""
-        self._follow_changes()
-        users = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
-        if self._store is None:
-            return users, list(self.param_groups)
-        held = {p for group in self.param_groups for p in group["params"]}
-        states = {p: state for p, state in self._store.export_states().items() if p in held}
-        fitted = self._fit is not None and self._fit.chosen
-        scalars = canonical.schedule_scalars(self._store.settings, self._store.engine.clock, fitted)
-        for state in states.values():
-            state["schedule"] = canonical.schedule_tensor(scalars)
-        return states | users, [{**group, **scalars} for group in self.param_groups]
-
-    def _restore(self, states, saved_groups):
-        """Takes over checked states and groups. On an error the old ones stay.
-
-        If the schedule was another, the store runs under that one until its window has closed.
-        """
-        scalars = canonical.take_scalars(saved_groups, states)
-        canonical.check_complete(states, scalars, self._name)
-        groups = canonical.merge_groups(self.param_groups, saved_groups)
-        store, outdated, fit = None, False, self._new_fit(scalars)
-        if scalars or states:
-            wanted = fit.settings if fit else self._requested
-            settings = canonical.saved_settings(wanted, scalars)
-            layout = self._layout(states, canonical.saved_layouts(groups, saved_groups), settings)
-            layout = [(p, split or canonical.has_selection(states[p]), ratio) for p, split, ratio in layout]
-            clock = canonical.saved_clock(states, scalars)
-            store = self._filled_store(settings, states, layout, clock, groups, keep_selection=True)
-            outdated = settings is not wanted or layout != self._layout(states, settings=wanted)
-        self._take_over(store, groups, outdated, fit)
-
-    def _take_over(self, store, groups, outdated, fit):
-        state = store.state if store else collections.defaultdict(dict)
-        if self._offload:
-            self._offload.bring_back()  # now, so that the old store can go
-        # No call between these: an interrupt falls before all of them or after.
-        self._store, self.state, self.param_groups = store, state, groups
-        self._outdated, self._owes_training, self._fit = outdated, False, fit
-
-    @torch.no_grad()
-    def _follow_changes(self):
-        """Catches up with what changed between calls: state that the user deleted, a model moved to another device or
-        dtype, a checkpoint's other schedule."""
-        if self._store is None:
-            return
-        deleted = self._look_for_lost_state()
-        if self._offload:
-            self._offload.follow_changes()
-        moved = self._store.follow_moves(self._owes_training)
-        if self._shows_settled:
-            if moved:
-                self._store.write_weights(_C.Engine.show_settled)
-        elif self._owes_training:
-            self._store.write_weights(_C.Engine.show_training)
-            self._owes_training = False
-        if deleted and not self._shows_settled:
-            self._begin_anew(deleted)
-        if self._outdated:
-            self._store.write_weights(_C.Engine.flush)
-            states, clock = self._store.export_states(), (self._store.engine.clock[0], 0, 0, 0)
-            layout = self._layout(states)
-            store = self._filled_store(self._settings, states, layout, clock, self.param_groups, keep_selection=False)
-            self._take_over(store, self.param_groups, outdated=False, fit=self._fit)
-        if self._fit:
-            self._follow_schedule()
-
-    def _follow_schedule(self):
-        if self._store.settings is not self._settings:
-            if self._offload:
-                self._offload.bring_back()
-            self._store.follow_schedule(self._settings)
-
-    def _look_for_lost_state(self):
-        """Parameters whose state the user deleted from `state`. Drops the state of tensors that no group holds any more
-        and that were freed."""
-        store, state = self._store, self.state
-        store.state = state  # the user may have put another in its place
-        suspects = {
-            p: record
-            for p, record in store.records.items()
-            if state.get(p, {}).get("step") is not record.step or p.shape != record.shape
-        }
-        if not suspects:
-            return ()
-        held = {p for group in self.param_groups for p in group["params"]}
-        freed = {p for p, record in suspects.items() if p not in held and p.shape != record.shape}
-        store.drop(freed)
-        deleted = {p for p in suspects if p not in freed and not state.get(p)}
-        for p in suspects.keys() - freed - deleted:
-            state[p]["step"] = suspects[p].step  # the user moved it; the engine counts in ours
-        return deleted
-
-    def _begin_anew(self, deleted):
-        """As AdamW does without state; first the open window closes as by flush(), so that no gradient is lost."""
-        if self._offload:
-            self._offload.bring_back(lambda p, _: p not in deleted)
-        if any(p in deleted for group in self.param_groups for p in group["params"]):
-            self._store.write_weights(_C.Engine.flush)
-        self._store.drop(deleted)
-
-    @staticmethod
-    def _filled_store(settings, states, layout, clock, groups, *, keep_selection):
-        store = Store(settings, layout, groups)
-        imports = {p: (states[p], split) for p, split, _ in layout}
-        store.import_states(imports, clock, keep_selection=keep_selection)
-        return store
-
-    # Small things
-
-    def _layout(self, parameters=None, groups=None, settings=None):
-        """(p, whether it is split, topk_ratio) of the given parameters, or of all that are trained."""
-        wanted = None if parameters is None else set(parameters)
-        return [
-            (p, splits(p, group["split"], settings or self._settings), group["topk_ratio"])
-            for group in groups or self.param_groups
-            for p in group["params"]
-            if (p.requires_grad if wanted is None else p in wanted)
-        ]
-
-    def _refuse_while_settled(self, what):
-        if self._shows_settled:
-            raise RuntimeError(
-                f"{what} cannot run inside `with optimizer.settled()`, which shows other weights than those that "
-                "training goes on from: leave the block first"
-            )
-
-    @property
-    def _settings(self):
-        """Those in force."""
-        return self._fit.settings if self._fit else self._requested
-
-    def _new_fit(self, scalars):
-        """The measuring of the schedule, if that is asked for: from its start, or as a checkpoint has chosen."""
-        if not self._requested.measured:
-            return None
-        fit = ScheduleFit(self._requested)
-        if scalars.get("fitted"):
-            fit.keep(int(scalars["update_interval"]), int(scalars["update_delay"]))
-        return fit
-
-    def _start(self, settings):
-        self._itself = weakref.ref(self)
-        self._requested = settings
-        self._fit = self._new_fit({})
-        self._offload = GradientOffload(self) if settings.offload_gradients else None
-        self._store = None  # until the first step
-        self._outdated = False  # whether the store runs under a checkpoint's schedule
-        self._shows_settled = False  # inside settled()
-        self._owes_training = False  # the weights may still be the settled ones
-        self._skipped_steps = 0
-
-    def _name(self, p):
-        return parameter_name(self.param_groups, p)
