@@ -297,3 +297,19 @@ def test_a_fixed_schedule_wins_over_a_saved_choice():
     fixed.load_state_dict(measured.state_dict())
     windows(fixed, q, [torch.ones(ROWS, COLUMNS)] * 5)
     assert (fixed.stats().update_interval, fixed.stats().update_delay, fixed.stats().fitted) == (5, 2, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"update_interval": 3, "update_delay": "auto"}, {"update_interval": "fit", "max_update_interval": 1}],
+)
+def test_a_saved_choice_that_the_settings_rule_out_is_measured_anew(settings):
+    p, measured = one_parameter(update_interval=2, update_delay="auto")
+    windows(measured, p, [torch.ones(ROWS, COLUMNS)] * 20)
+    assert measured.stats().fitted
+    q, resumed = one_parameter(**settings)
+    resumed.load_state_dict(measured.state_dict())
+    assert resumed.stats().fitted is False
+    windows(resumed, q, [torch.ones(ROWS, COLUMNS)] * 30)
+    interval = settings["update_interval"] if settings["update_interval"] != "fit" else 1
+    assert (resumed.stats().fitted, resumed.stats().update_interval) == (True, interval)

@@ -38,6 +38,13 @@ class ScheduleFit:
         self.chosen = False
         self._begin_next()
 
+    def may_choose(self, update_interval):
+        """Whether the user's settings leave room for this interval."""
+        requested = self.requested
+        if requested.update_interval == "fit":
+            return update_interval <= requested.longest_interval
+        return update_interval == requested.update_interval
+
     def keep(self, update_interval, update_delay):
         """Takes over a choice that was made before, in another run."""
         self.settings = self.requested.with_schedule(update_interval, update_delay)

@@ -55,7 +55,7 @@ class FollowingOptimizer(Optimizer):
         if not self._requested.measured:
             return None
         fit = ScheduleFit(self._requested)
-        if scalars.get("fitted"):
+        if scalars.get("fitted") and fit.may_choose(int(scalars["update_interval"])):
             fit.keep(int(scalars["update_interval"]), int(scalars["update_delay"]))
         return fit
 
