@@ -640,6 +640,22 @@ def test_hooks_vanish_with_the_optimizer_and_gradients_stay_readable():
         assert torch.equal(p.grad, gradient)
 
 
+def test_an_optimizer_without_hooks_takes_a_gradient_that_another_ones_took():
+    [p], [q] = random_parameters(), random_parameters()
+    for parameter, hooks in ((p, True), (q, False)):
+        before = offloading([parameter], offload_gradients=hooks)
+        give_random([parameter], 0)
+        before.step()
+        before.zero_grad()
+        give_random([parameter], 1)
+        assert has_left(parameter) == hooks
+        after = offloading([parameter], offload_gradients=False)
+        after.load_state_dict(before.state_dict())
+        after.step()
+        after.flush()
+    assert_all_same([p], [q], "weights")
+
+
 def test_two_optimizers_of_one_parameter_both_get_its_gradient():
     [p], [q] = random_parameters(), random_parameters()
     ours = [offloading([p]), offloading([p], lr=0.1)]

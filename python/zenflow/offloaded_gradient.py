@@ -146,6 +146,11 @@ class OffloadedGradient(torch.Tensor):
         torch.Tensor.data.__set__(self, value if held is None else held)
 
 
+def in_memory(gradient):
+    """What p.grad holds, for an optimizer whose own hooks take none: one that another's took comes back."""
+    return gradient.bring_back() if type(gradient) is OffloadedGradient else gradient
+
+
 def _delegate(name):
     def method(self, *args, **kwargs):
         return getattr(self._used(), name)(*args, **kwargs)

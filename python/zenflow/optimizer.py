@@ -15,7 +15,7 @@ import torch
 from zenflow import _C, deepspeed_config, devices, memory
 from zenflow.checkpoints import CheckpointedOptimizer
 from zenflow.following import on_the_optimizer
-from zenflow.offloaded_gradient import OffloadedGradient
+from zenflow.offloaded_gradient import OffloadedGradient, in_memory
 from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, numbers_of, reject_unsupported
 from zenflow.stats import make_stats
 from zenflow.store import Store
@@ -248,7 +248,7 @@ class ZenFlowOptimizer(CheckpointedOptimizer):
         for index, group in enumerate(self.param_groups):
             check_layout(group)
             for p in group["params"]:
-                gradient = self._offload.gradient_of(p) if self._offload else p.grad
+                gradient = self._offload.gradient_of(p) if self._offload else in_memory(p.grad)
                 if gradient is None:
                     continue
                 if not is_plain(p, gradient):
