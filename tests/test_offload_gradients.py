@@ -656,6 +656,23 @@ def test_an_optimizer_without_hooks_takes_a_gradient_that_another_ones_took():
     assert_all_same([p], [q], "weights")
 
 
+def test_an_optimizer_whose_state_another_one_took_over_writes_no_more_weights():
+    [p], [q] = random_parameters(), random_parameters()
+    kept = []
+    for parameter, hooks in ((p, True), (q, False)):
+        optimizer = offloading([parameter], update_delay=3, offload_gradients=hooks)
+        for step in range(20):
+            if step == 10:
+                kept.append(optimizer)  # with an update in flight
+                optimizer = offloading([parameter], update_delay=3, offload_gradients=hooks)
+                optimizer.load_state_dict(kept[-1].state_dict())
+            optimizer.zero_grad()
+            give_random([parameter], step)
+            optimizer.step()
+        optimizer.flush()
+    assert_all_same([p], [q], "weights")
+
+
 def test_two_optimizers_of_one_parameter_both_get_its_gradient():
     [p], [q] = random_parameters(), random_parameters()
     ours = [offloading([p]), offloading([p], lr=0.1)]

@@ -232,8 +232,9 @@ class GradientOffload:
         offloaded = OffloadedGradient(gradient, staged)
         self._staged[p] = weakref.ref(offloaded)  # before p.grad: an interrupt leaves nothing there that is not known
         p.grad = offloaded
-        # Weights change only for parameters that are known to have one gradient per step: this was p's last use.
-        if engine.clock[3] == plan.step and not plan.selects and p in self._observed:
+        # Weights change only for parameters that are known to have one gradient per step: this was p's last use. Nor
+        # where the coming step may be another optimizer's: one that took over our state, while somebody still has us.
+        if engine.clock[3] == plan.step and not plan.selects and p in self._observed and not store.shares(p):
             row = (*record.weight_row(p), 0, 0, None, 0)
             with engine_call([p], {p: record}):
                 staged.published = engine.publish_early(row)

@@ -201,6 +201,10 @@ class Store:
             self.engine.discard(old.index)
         return bool(moved)
 
+    def shares(self, p):
+        """Whether another optimizer has state for p too."""
+        return any(p in store.records for store in list(_stores) if store is not self)
+
     def warn_of_another_optimizer(self, p):
         """Says once that another optimizer was the last to write p, if that loses updates: its writes are edits."""
         if self._warned_of_another or self.settings.update_delay == 0 or self.records[p].version is None:
