@@ -34,10 +34,10 @@ forbid "cuda/ headers that the bindings see need no CUDA header" "cuda_|cuda\.h|
 forbid "files compiled per instruction set include intrinsics and the project's own headers alone" \
   "[a-hj-z]+>|i[a-ln-z][a-z]*>" "${per_isa[@]}"
 frameworks="transformers|accelerate|lightning|peft|zenflow\.integrations"
-if grep -nE "^[[:space:]]*(import|from)[[:space:]]+($frameworks)\b" python/zenflow/*.py /dev/null |
-  grep -vE "^python/zenflow/model_shapes\.py:[0-9]+: +import transformers$"; then
+if grep -rnE --include="*.py" --exclude-dir=integrations "^[[:space:]]*(import|from)[[:space:]]+($frameworks)\b" python/zenflow |
+  grep -vE "^python/zenflow/planning/model_shapes\.py:[0-9]+: +import transformers$"; then
   echo "layers: frameworks are imported by python/zenflow/integrations alone, and that by users alone;" >&2
-  echo "layers: but model_shapes.py asks transformers for the shapes of a config" >&2
+  echo "layers: but planning/model_shapes.py asks transformers for the shapes of a config" >&2
   broken=1
 fi
 exit $broken

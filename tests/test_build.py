@@ -285,6 +285,7 @@ def test_layers():
         ("src/kernels_avx2.cpp", "#  include <vector>"),
         ("src/bindings.cpp", "#include <ATen/ATen.h>"),
         ("python/zenflow/state.py", "    from transformers import Trainer"),
+        ("python/zenflow/planning/units.py", "import transformers"),
         ("python/zenflow/__init__.py", "from zenflow.integrations.lightning import ZenFlowCallback"),
     ],
 )

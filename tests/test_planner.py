@@ -16,7 +16,7 @@ from torch import nn
 import zenflow
 from small_model import small_model
 from zenflow import ZenFlowOptimizer, memory
-from zenflow.planner import predict
+from zenflow.planning import predict
 from zenflow.settings import Settings
 from zenflow.store import splits
 

@@ -12,7 +12,7 @@ import os
 from zenflow import _C
 from zenflow._C import __version__
 from zenflow.config import Config, config
-from zenflow.planner import plan
+from zenflow.planning import plan
 
 __all__ = ["Config", "ZenFlowOptimizer", "__version__", "config", "plan"]
 

@@ -7,7 +7,7 @@ import os
 import sys
 
 import zenflow
-from zenflow import plan_command
+from zenflow.planning import command
 
 
 def main(arguments=None):
@@ -15,10 +15,10 @@ def main(arguments=None):
     parser.add_argument("--version", action="version", version=f"zenflow {zenflow.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="")
     words = "say what a training would take: memory, traffic, stall"
-    plan_command.add_arguments(commands.add_parser("plan", help=words, description=words.capitalize() + "."))
+    command.add_arguments(commands.add_parser("plan", help=words, description=words.capitalize() + "."))
     parsed = parser.parse_args(arguments)
     try:
-        plan_command.run(parsed) if parsed.command else print(zenflow.config())
+        command.run(parsed) if parsed.command else print(zenflow.config())
     except (MemoryError, RuntimeError, ValueError) as error:  # also of a ZENFLOW_ISA that is not here
         print(f"zenflow: {error}", file=sys.stderr)
         return 1

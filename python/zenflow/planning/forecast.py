@@ -3,8 +3,8 @@
 
 import dataclasses
 
-from zenflow.pipeline import Prediction
-from zenflow.units import format_bytes, format_seconds
+from zenflow.planning.pipeline import Prediction
+from zenflow.planning.units import format_bytes, format_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Forecast:
         device_seconds: forward and backward; None: not known.
         host_update_seconds: for one window. down_seconds: of the link for one step's gradients; up_seconds: for one
             window's weights.
-        prediction: of a step's time (zenflow.planner.Prediction); None where device_seconds is.
+        prediction: of a step's time (zenflow.planning.Prediction); None where device_seconds is.
         hides_host: whether no step waits for the host; smallest_hiding: the smallest (update_interval, update_delay)
             that does so and fits; None: there is none, or device_seconds is not known.
         gpus: processes that share the host.

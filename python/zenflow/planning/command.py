@@ -3,7 +3,7 @@
 
 import json
 
-from zenflow.planner import plan
+from zenflow.planning.planner import plan
 
 NUMBERS = {
     "--params": "number of parameters: 7e9, 7B",

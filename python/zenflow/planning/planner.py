@@ -10,15 +10,13 @@ import math
 import os
 
 from zenflow.fit import HEADROOM
-from zenflow.forecast import Forecast
-from zenflow.host_speed import measure_host_bandwidth
-from zenflow.model_bytes import Limits, ModelBytes
-from zenflow.model_shapes import item_of, of_config, of_number, of_parameters
-from zenflow.pipeline import Prediction, predict
+from zenflow.planning.forecast import Forecast
+from zenflow.planning.host_speed import measure_host_bandwidth
+from zenflow.planning.model_bytes import Limits, ModelBytes
+from zenflow.planning.model_shapes import item_of, of_config, of_number, of_parameters
+from zenflow.planning.pipeline import predict
+from zenflow.planning.units import format_bytes, parse_bytes, parse_count, parse_rate
 from zenflow.settings import Settings
-from zenflow.units import format_bytes, parse_bytes, parse_count, parse_rate
-
-__all__ = ["Forecast", "Prediction", "plan", "predict"]
 
 PCIE4_X16 = 25e9  # bytes per second each way of pinned copies
 
