@@ -71,7 +71,7 @@ def test_a_bad_setting_is_refused_with_its_name_value_and_range(setting, words):
 
 
 def test_an_unknown_setting_is_a_type_error_as_for_any_function():
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'learning_rate'$"):
+    with pytest.raises(TypeError, match=r"'learning_rate'; help\(zenflow.ZenFlowOptimizer\) lists all$"):
         ZenFlowOptimizer(parameters(), learning_rate=1e-3)
     with pytest.raises(TypeError, match="'topk_ration'; did you mean 'topk_ratio'"):
         ZenFlowOptimizer(parameters(), topk_ration=0.2)
@@ -82,6 +82,13 @@ def test_a_model_or_a_models_state_in_the_wrong_place_is_named():
         ZenFlowOptimizer(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="is it the model's"):
         ZenFlowOptimizer(parameters()).load_state_dict(nn.Linear(2, 2).state_dict())
+
+
+def test_a_whole_checkpoint_in_the_place_of_the_optimizers_state_is_told_which_part_to_give():
+    optimizer = ZenFlowOptimizer(parameters())
+    checkpoint = {"model": nn.Linear(2, 2).state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(ValueError, match=r"the optimizer's part of a checkpoint"):
+        optimizer.load_state_dict(checkpoint)
 
 
 def test_a_setting_of_the_whole_optimizer_is_refused_in_a_group():

@@ -283,3 +283,8 @@ def test_a_trainer_with_another_optimizer_is_refused(tmp_path):
     trainer.add_callback(ZenFlowCallback(trainer))
     with pytest.raises(TypeError, match="has AdamW: pass optimizers="):
         trainer.train()
+
+
+def test_a_callback_that_is_not_given_the_trainer_says_how_it_is_made():
+    with pytest.raises(TypeError, match=r"got ZenFlowOptimizer: .* trainer.add_callback\(ZenFlowCallback\(trainer\)\)"):
+        ZenFlowCallback(ZenFlowOptimizer(new_model().parameters()))

@@ -60,7 +60,8 @@ class CheckpointedOptimizer(FollowingOptimizer):
             state_dict = hook(self, state_dict) or state_dict
         if "param_groups" not in state_dict or "state" not in state_dict:
             raise ValueError(
-                "this is no optimizer's state dict (it lacks 'state' or 'param_groups'): is it the model's?"
+                "this is no optimizer's state dict (it lacks 'state' or 'param_groups'): is it the model's? Give "
+                "what optimizer.state_dict() returned, or the optimizer's part of a checkpoint"
             )
         saved_groups = copy.deepcopy(state_dict["param_groups"])
         by_id = canonical.match_parameters(self.param_groups, saved_groups)

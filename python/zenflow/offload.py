@@ -272,7 +272,8 @@ class _Warning:
             "zenflow: a gradient that had left during backward (offload_gradients=True) was brought back, because it "
             "was used or added to before step(). Results are right, but that is slow and takes the memory that the "
             "mode saves. To clip, pass max_grad_norm= to the optimizer; to accumulate, gradient_accumulation_steps=, "
-            "or run all backward passes but the last in `with optimizer.accumulate():`",
+            "or run all backward passes but the last in `with optimizer.accumulate():`. "
+            "docs/frameworks.md says what to set in Trainer, Accelerate and Lightning",
             stacklevel=2,
         )
 

@@ -26,7 +26,7 @@ def reject_unsupported(options, known=()):
     for name, value in options.items():
         if name not in UNSUPPORTED_OPTIONS:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "; help(zenflow.ZenFlowOptimizer) lists all"
             raise TypeError(f"ZenFlowOptimizer got an unexpected keyword argument {name!r}{hint}")
         if value:
             raise ValueError(f"{name}={value!r} is not supported: {UNSUPPORTED_OPTIONS[name]}")

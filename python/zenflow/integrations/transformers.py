@@ -35,10 +35,15 @@ class ZenFlowCallback(TrainerCallback):
         trainer: the Trainer to add it to.
 
     Raises:
-        TypeError: when training begins, if the trainer's optimizer is another one.
+        TypeError: `trainer` is no Trainer; when training begins, the trainer's optimizer is another one.
     """
 
     def __init__(self, trainer):
+        if not hasattr(trainer, "evaluation_loop"):
+            raise TypeError(
+                f"ZenFlowCallback takes the Trainer that it is added to, got {type(trainer).__name__}: make "
+                "the Trainer, then trainer.add_callback(ZenFlowCallback(trainer))"
+            )
         self._trainer = weakref.ref(trainer)
         trainer.evaluation_loop = _settled_loop(trainer)
 
