@@ -291,6 +291,8 @@ def test_what_does_not_fit_is_told_with_what_to_change():
         ({"params": "7X"}, ValueError, "params must be a number such as 7e9"),
         ({"params": 0}, ValueError, "params must be more than 0"),
         ({"params": 1e9, "gpu_memory": "24 horses"}, ValueError, "gpu_memory must be bytes"),
+        ({"params": 1e9, "gpu_memory": "24"}, ValueError, "gpu_memory .* got '24', which lacks its unit"),
+        ({"params": 1e9, "host_bandwidth": 100}, ValueError, "host_bandwidth .* got 100, which lacks its unit"),
         ({"params": 1e9, "gpus": 0}, ValueError, "gpus must be an integer >= 1"),
         ({"params": 1e9, "topk_ratio": 2}, ValueError, r"topk_ratio must be in \[0, 1\]"),
         ({"params": 1e9, "step_seconds": -1}, ValueError, "step_seconds must be a number > 0"),

@@ -13,7 +13,7 @@ from zenflow.planning import command
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m zenflow", description="Print what was built and found here.")
     parser.add_argument("--version", action="version", version=f"zenflow {zenflow.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     words = "say what a training would take: memory, traffic, stall"
     command.add_arguments(commands.add_parser("plan", help=words, description=words.capitalize() + "."))
     parsed = parser.parse_args(arguments)

@@ -15,7 +15,10 @@ def parse_bytes(value, name):
     """Bytes, of a number or of text such as 24GB (10**9) and 24GiB (2**30)."""
     number, unit = _split(value, name, "bytes such as 24GB, 24GiB or 24e9")
     prefix = unit.upper().removesuffix("B")
-    return round(number * _factor(_DECIMAL | _BINARY, prefix, value, name, "bytes such as 24GB, 24GiB or 24e9"))
+    size = round(number * _factor(_DECIMAL | _BINARY, prefix, value, name, "bytes such as 24GB, 24GiB or 24e9"))
+    if size < 1024:  # no memory and no link is so small: the unit is missing
+        raise ValueError(f"{name} must be bytes such as 24GB, 24GiB or 24e9, got {value!r}, which lacks its unit")
+    return size
 
 
 def parse_rate(value, name):
