@@ -47,7 +47,7 @@ def parse_arguments():
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--torch-only", action="store_true", help="plain torch on CPU tensors alone")
     parser.add_argument("--cpu", action="store_true", help="the host's kernels")
-    parser.add_argument("--quick", action="store_true", help="with --cpu: small sizes and few repetitions")
+    parser.add_argument("--quick", action="store_true", help="with --cpu: small sizes, few repetitions, no files")
     parser.add_argument("--sizes", type=lambda s: int(float(s)), nargs="+", help="with --cpu: parameters")
     parser.add_argument("--threads", type=int, nargs="+", help="with --cpu; default 1 to all")
     parser.add_argument("--no-save", action="store_true", help="write no files")
@@ -167,7 +167,7 @@ def main_host(args):
     records = session.all()
     if not records:
         sys.exit("\n".join(["nothing was measured", *session.left_out]))
-    report(records, session, facts, notes, keep=not args.no_save)
+    report(records, session, facts, notes, keep=not (args.no_save or args.quick))
 
 
 def main():

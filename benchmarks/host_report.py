@@ -65,4 +65,4 @@ def report(records, session, facts, notes, keep):
     if host_plots.draw(records, session.isas[-1], picture):
         print(f"written: {picture}")
     else:
-        print("no pictures: matplotlib is not installed (pip install 'zenflow[bench]')")
+        print("no pictures: matplotlib is not installed (pip install '.[bench]')")
