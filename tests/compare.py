@@ -57,6 +57,12 @@ def assert_same_saved(actual, expected, what):
             assert_same(actual[i][key], expected[i][key], f"{what}: {key} of parameter {i}")
 
 
+def assert_same_training(model, optimizer, expected, expected_optimizer):
+    """Weights and state of two trainings with a ZenFlowOptimizer."""
+    assert_all_same(list(model.parameters()), list(expected.parameters()), "weights")
+    assert_same_saved(optimizer, expected_optimizer, "state")
+
+
 def copies(parameters, dtype=None):
     """Fresh parameters with the same values, contiguous."""
     kept = [p.detach().clone() if dtype is None else p.detach().to(dtype, copy=True) for p in parameters]

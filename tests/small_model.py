@@ -54,10 +54,17 @@ def small_model(dtype=torch.float32):
     return model.to(dtype)
 
 
+def batches(steps):
+    return torch.randint(WORDS, (steps, 4, LENGTH + 1), generator=torch.Generator().manual_seed(6))
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+
 def digest_of(dtype, steps=50, **settings):
     """SHA-256 over the weights after every step, and over the state at the end."""
     model = small_model(dtype)
-    text = torch.randint(WORDS, (steps, 4, LENGTH + 1), generator=torch.Generator().manual_seed(6))
     schedule = {"update_interval": 4, "select_interval": 8, "topk_ratio": 0.15, "min_offload_numel": 1000}
     optimizer = zenflow.ZenFlowOptimizer(model.parameters(), lr=1e-3, **{**schedule, **settings})
     digest = hashlib.sha256()
@@ -65,8 +72,8 @@ def digest_of(dtype, steps=50, **settings):
     def add(tensor):
         digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
 
-    for batch in text:
-        loss = nn.functional.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+    for batch in batches(steps):
+        loss = loss_of(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from compare import assert_all_same, assert_same_saved
+from compare import assert_all_same, assert_same_training
 from zenflow import ZenFlowOptimizer
 
 SETTINGS = {"lr": 0.01, "topk_ratio": 0.2, "update_interval": 4, "select_interval": 8, "min_offload_numel": 0}
@@ -45,11 +45,6 @@ def train_straight(**settings):
 
 def weights_of(model):
     return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_same_training(model, optimizer, expected, expected_optimizer):
-    assert_all_same(weights_of(model), weights_of(expected), "weights")
-    assert_same_saved(optimizer, expected_optimizer, "state")
 
 
 @MODES

@@ -9,18 +9,10 @@ import torch
 from torch import nn
 
 from compare import assert_all_same, assert_same_saved
-from small_model import LENGTH, WORDS, small_model
+from small_model import batches, loss_of, small_model
 from zenflow import ZenFlowOptimizer
 
 SETTINGS = {"update_interval": 2, "select_interval": 4, "topk_ratio": 0.2, "min_offload_numel": 1000}
-
-
-def batches(steps):
-    return torch.randint(WORDS, (steps, 4, LENGTH + 1), generator=torch.Generator().manual_seed(6))
-
-
-def loss_of(model, batch):
-    return nn.functional.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def optimizer_of(model, **changed):

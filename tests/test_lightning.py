@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from compare import assert_all_same, assert_same_saved
+from compare import assert_all_same, assert_same_training
 from language_model import SETTINGS, batch_of, examples, loss_on, new_model, weights_of
 from zenflow import ZenFlowOptimizer
 from zenflow.integrations.lightning import ZenFlowCallback
@@ -105,10 +105,9 @@ def train(folder, validates=False, checkpoint=None, module=None, settings=None, 
     return trainer, module, trainer.optimizers[0]
 
 
-def assert_same_training(found, expected):
-    (_, module, optimizer), (_, other, other_optimizer) = found, expected
-    assert_all_same(weights_of(module), weights_of(other), "weights")
-    assert_same_saved(optimizer, other_optimizer, "state")
+def assert_same_runs(found, expected):
+    """Of what train() and train_plainly() return."""
+    assert_same_training(*found[1:], *expected[1:])
 
 
 def train_plainly(clip=None):
@@ -133,19 +132,19 @@ def train_plainly(clip=None):
 def test_automatic_optimization_accumulates_clips_and_schedules_as_a_plain_loop_does(tmp_path):
     found = train(tmp_path, zenflow_callback=False, gradient_clip_val=0.5)
     assert found[2].stats().split_parameters > 10
-    assert_same_training(found, train_plainly(clip=0.5))
+    assert_same_runs(found, train_plainly(clip=0.5))
 
 
 def test_lightnings_clipping_takes_effect_on_gradients_that_left_in_backward(tmp_path):
     expected = train(tmp_path, gradient_clip_val=0.5)
     with pytest.warns(UserWarning, match="was brought back"):
         found = train(tmp_path, gradient_clip_val=0.5, settings=HOOKS)
-    assert_same_training(found, expected)
+    assert_same_runs(found, expected)
 
 
 def test_gradients_that_left_stay_away_where_the_optimizer_clips(tmp_path):
     inside = {"max_grad_norm": 0.5}
-    assert_same_training(train(tmp_path, settings=HOOKS | inside), train(tmp_path, settings=inside))
+    assert_same_runs(train(tmp_path, settings=HOOKS | inside), train(tmp_path, settings=inside))
 
 
 class Manual(Module):
@@ -179,7 +178,7 @@ class Manual(Module):
 @pytest.mark.parametrize("closure", [False, True])
 def test_manual_optimization_trains_as_a_plain_loop_does(tmp_path, closure):
     found = train(tmp_path, module=Manual(closure), zenflow_callback=False, accumulate_grad_batches=1)
-    assert_same_training(found, train_plainly(clip=0.5))
+    assert_same_runs(found, train_plainly(clip=0.5))
 
 
 class Methods(Module):
@@ -216,7 +215,7 @@ def test_the_optimizers_methods_work_through_lightnings_wrapper(tmp_path):
             optimizer.flush()
 
     expected = train(tmp_path, callbacks=[Calls("on_train_batch_start", act)])
-    assert_same_training(found, expected)
+    assert_same_runs(found, expected)
     assert_all_same(module.settled, real["settled"], "settled")
     assert module.saved["param_groups"] == real["saved"]["param_groups"]
     for i, state in real["saved"]["state"].items():
@@ -285,7 +284,7 @@ def test_validations_see_settled_masters_and_training_goes_on_as_if_there_had_be
     assert reported[:-1] == settled[:-1]
     assert reported[-1] == loss_on(found[1].model, EVAL), "the last step closes its window first"
     assert sum(a != b for a, b in zip(training, settled, strict=True)) > len(training) / 2
-    assert_same_training(found, train(tmp_path))
+    assert_same_runs(found, train(tmp_path))
 
 
 def stop_at(step):
@@ -348,7 +347,7 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(uninterrupted, 
     count = Calls("on_train_batch_end", lambda trainer, module: steps.append(trainer.global_step))
     resumed = train(tmp_path, callbacks=[count], checkpoint=folder / f"step={step}.ckpt", **changed)
     assert steps[ACCUMULATED - 1 :: ACCUMULATED] == list(range(step + 1, STEPS + 1))
-    assert_same_training(resumed, finished)
+    assert_same_runs(resumed, finished)
 
 
 def test_a_checkpoint_of_a_validation_resumes_with_the_same_bits(tmp_path):
@@ -357,7 +356,7 @@ def test_a_checkpoint_of_a_validation_resumes_with_the_same_bits(tmp_path):
     finished = train(tmp_path, callbacks=[saves], validates=True, val_check_interval=12)
     saved = tmp_path / "step=6.ckpt"
     resumed = train(tmp_path / "resumed", checkpoint=saved, validates=True, val_check_interval=12)
-    assert_same_training(resumed, finished)
+    assert_same_runs(resumed, finished)
 
 
 def assert_nothing_is_pending(path, module):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from backward import backward_of
 from compare import assert_all_same, assert_same_saved, assert_same_state
 from reference import ReferenceZenFlow
-from small_model import LENGTH, WORDS, Shared, small_model
+from small_model import Shared, batches, loss_of, small_model
 from strategies import ACTIONS, BF16, FP32, runs
 from zenflow import _C, ZenFlowOptimizer
 from zenflow.offloaded_gradient import OffloadedGradient, Staged
@@ -128,14 +128,6 @@ def test_any_run_resumes_from_any_step_and_between_backward_and_step(run, betwee
 
 
 # A real model
-
-
-def batches(steps):
-    return torch.randint(WORDS, (steps, 4, LENGTH + 1), generator=torch.Generator().manual_seed(6))
-
-
-def loss_of(model, batch):
-    return nn.functional.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def once(model, optimizer, batch):

@@ -10,7 +10,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install -r requi
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import get_linear_schedule_with_warmup
 
-from compare import assert_all_same, assert_same_saved, saved_state
+from compare import assert_all_same, assert_same_training, saved_state
 from language_model import SETTINGS, batch_of, examples, loss_on, new_model, weights_of
 from zenflow import ZenFlowOptimizer
 from zenflow.integrations.transformers import ZenFlowCallback
@@ -53,11 +53,6 @@ def make(folder, callback=True, probes=(), evaluates=EVAL, optimizer=None, train
     return trainer, optimizer
 
 
-def assert_same_training(trainer, optimizer, expected, expected_optimizer):
-    assert_all_same(weights_of(trainer.model), weights_of(expected.model), "weights")
-    assert_same_saved(optimizer, expected_optimizer, "state")
-
-
 class Calls(TrainerCallback):
     """Calls what it is given at each event of one kind."""
 
@@ -85,8 +80,7 @@ def test_trainer_accumulates_clips_and_schedules_as_a_plain_loop_does(tmp_path):
         scheduler.step()
         plain.zero_grad()
     assert optimizer.stats().split_parameters > 10
-    assert_all_same(weights_of(trainer.model), weights_of(model), "weights")
-    assert_same_saved(optimizer, plain, "state")
+    assert_same_training(trainer.model, optimizer, model, plain)
 
 
 def test_trainers_clipping_takes_effect_on_gradients_that_left_in_backward(tmp_path):
@@ -96,7 +90,7 @@ def test_trainers_clipping_takes_effect_on_gradients_that_left_in_backward(tmp_p
     hooked, hooked_optimizer = make(tmp_path / "hooks", optimizer=offload, max_grad_norm=0.5)
     with pytest.warns(UserWarning, match="was brought back"):
         hooked.train()
-    assert_same_training(hooked, hooked_optimizer, trainer, optimizer)
+    assert_same_training(hooked.model, hooked_optimizer, trainer.model, optimizer)
 
 
 def test_with_the_callback_gradients_that_left_stay_away(tmp_path):
@@ -106,7 +100,7 @@ def test_with_the_callback_gradients_that_left_stay_away(tmp_path):
     settings = {"max_grad_norm": 0.5, "offload_gradients": True, "gradient_accumulation_steps": ACCUMULATED}
     hooked, hooked_optimizer = make(tmp_path / "hooks", optimizer=settings, max_grad_norm=0)
     hooked.train()
-    assert_same_training(hooked, hooked_optimizer, trainer, optimizer)
+    assert_same_training(hooked.model, hooked_optimizer, trainer.model, optimizer)
     norms = [entry.get("grad_norm") for entry in hooked.state.log_history if "loss" in entry]
     assert norms[0] is None and all(norm > 0 for norm in norms[1:])
 
@@ -153,7 +147,7 @@ def test_evaluations_see_settled_masters_and_training_goes_on_as_if_there_had_be
     assert sum(a != b for a, b in zip(losses.training, losses.settled, strict=True)) >= STEPS - 4
     straight, straight_optimizer = make(tmp_path / "b")
     straight.train()
-    assert_same_training(trainer, optimizer, straight, straight_optimizer)
+    assert_same_training(trainer.model, optimizer, straight.model, straight_optimizer)
 
 
 def test_each_of_several_evaluation_sets_and_a_prediction_see_settled_masters(tmp_path):
@@ -193,7 +187,7 @@ def test_after_an_evaluation_that_failed_training_goes_on_with_its_weights(tmp_p
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     straight, straight_optimizer = make(tmp_path / "straight")
     straight.train()
-    assert_same_training(trainer, optimizer, straight, straight_optimizer)
+    assert_same_training(trainer.model, optimizer, straight.model, straight_optimizer)
 
 
 # Checkpoints
@@ -221,7 +215,7 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(uninterrupted, 
     resumed, resumed_optimizer = make(tmp_path, probes=[count], **changed)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
     assert steps == list(range(step + 1, STEPS + 1))
-    assert_same_training(resumed, resumed_optimizer, trainer, optimizer)
+    assert_same_training(resumed.model, resumed_optimizer, trainer.model, optimizer)
     kept = [[entry["eval_loss"] for entry in t.state.log_history if "eval_loss" in entry] for t in (resumed, trainer)]
     assert kept[0] == kept[1]
 
