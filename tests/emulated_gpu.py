@@ -29,8 +29,8 @@ class Engine(_C.Engine):
         self.on_host = set()  # parameters
         self.gradient_items = {}  # by parameter: the item size of its gradient
 
-    def add(self, sizes, dtype, split, step_count, device):
-        index = super().add(sizes, dtype, split, step_count, device)
+    def add(self, sizes, dtype, split, step_count, device, seed):
+        index = super().add(sizes, dtype, split, step_count, device, seed)
         self.tensors[index] = (torch.Size(sizes).numel(), ITEM_SIZES[dtype])
         if device == 0:
             self.on_host.add(index)
