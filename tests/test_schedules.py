@@ -4,8 +4,10 @@
 That "auto" is the reference's, bit for bit, is in test_equalities.py.
 """
 
+import contextlib
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compare import assert_same
+from fault_programs.interrupts import InterruptAt
 from small_model import LENGTH, WORDS, small_model
 from zenflow import ZenFlowOptimizer
 from zenflow.fit import HEADROOM, TRIED_INTERVALS, WINDOWS_BEFORE, WINDOWS_MEASURED, ScheduleFit
@@ -175,9 +178,10 @@ def test_epochs_shorter_than_a_window_select_at_each_window():
 # The schedule that is measured
 
 
-def fitted(settings, host_seconds, step_seconds, fits=lambda settings: True):
+def fitted(settings, host_seconds, step_seconds, fits=lambda settings: True, around=contextlib.nullcontext):
     """The choice for a host and a device that take so long. A window's last gradients come `interval` steps after those
-    of the one before, or later by what the device, a step later, waited for that one's update."""
+    of the one before, or later by what the device, a step later, waited for that one's update. Each window is observed
+    in a context that `around` makes."""
     fit, steps, arrived, spans = ScheduleFit(settings), 0, 100.0, [(0.0, 0.0)]
     while steps < 1000:
         interval = fit.settings.update_interval
@@ -186,8 +190,10 @@ def fitted(settings, host_seconds, step_seconds, fits=lambda settings: True):
         report = {"host_update_span": spans[-1], "last_window": {"host_update_seconds": seconds}}
         spans.append((arrived, arrived + seconds))
         arrived += interval * step_seconds + max(0.0, seconds - step_seconds)
-        if fit.observe(report, fits) and fit.chosen:
-            assert steps <= FIT_STEPS or settings.update_interval != "fit"
+        with around():
+            fit.observe(report, fits)
+        if fit.chosen:
+            assert steps <= FIT_STEPS or settings.update_interval != "fit" or around is not contextlib.nullcontext
             return fit.settings.update_interval, fit.settings.update_delay
     raise AssertionError("never chosen")
 
@@ -214,6 +220,24 @@ def test_a_schedule_that_does_not_fit_in_memory_is_not_chosen():
     assert fitted(Settings(update_interval="fit"), lambda i: 5.0, 1.0) == (6, 6)
     assert fitted(Settings(update_interval="fit"), lambda i: 5.0, 1.0, lambda s: s.update_interval <= 4) == (4, 4)
     assert fitted(Settings(update_interval="fit"), lambda i: 5.0, 1.0, lambda s: False) == (6, 1)
+
+
+@pytest.mark.parametrize("window", [1, WINDOWS_BEFORE + WINDOWS_MEASURED, 2 * (WINDOWS_BEFORE + WINDOWS_MEASURED)])
+def test_an_interrupt_while_a_window_is_measured_changes_no_choice(window):
+    for moment in itertools.count():
+        windows, interrupts = itertools.count(1), []
+
+        def around():
+            if next(windows) != window:
+                return contextlib.nullcontext()
+            interrupts.append(InterruptAt(moment))  # noqa: B023
+            return interrupts[-1]
+
+        settings = Settings(update_interval="fit", max_update_interval=6)
+        assert fitted(settings, lambda i: 2.5, 1.0, around=around) == (3, 3)
+        if not interrupts[0].reached:
+            assert moment > 0
+            return
 
 
 def test_what_depends_on_the_schedule_follows_it():

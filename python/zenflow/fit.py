@@ -47,8 +47,9 @@ class ScheduleFit:
 
     def keep(self, update_interval, update_delay):
         """Takes over a choice that was made before, in another run."""
-        self.settings = self.requested.with_schedule(update_interval, update_delay)
-        self.chosen = True
+        settings = self.requested.with_schedule(update_interval, update_delay)
+        # No call between these: an interrupt falls before both of them or after.
+        self.settings, self.chosen = settings, True
 
     def observe(self, report, fits):
         """Counts a window that was closed; returns whether `settings` are new ones.
@@ -69,7 +70,7 @@ class ScheduleFit:
 
     def _time_steps(self, span):
         """Takes the (begin, end) of the host update of the window before."""
-        if self._windows == 1 or span == self._last_span:
+        if self._last_span is None or span == self._last_span:
             self._last_span = span  # of another interval
             return
         if self._windows > 2:
@@ -83,10 +84,10 @@ class ScheduleFit:
         self._last_span = span
 
     def _begin_next(self):
-        interval = self._waiting.pop(0)
-        self.settings = self.requested.with_schedule(interval, min(1, interval))
-        self._windows = 0
-        self._last_span = None
+        interval, *waiting = self._waiting
+        settings = self.requested.with_schedule(interval, min(1, interval))
+        # As in keep().
+        self.settings, self._waiting, self._windows, self._last_span = settings, waiting, 0, None
 
     def _finish_phase(self, fits):
         if self._waiting:
