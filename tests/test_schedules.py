@@ -224,20 +224,15 @@ def test_a_schedule_that_does_not_fit_in_memory_is_not_chosen():
 
 @pytest.mark.parametrize("window", [1, WINDOWS_BEFORE + WINDOWS_MEASURED, 2 * (WINDOWS_BEFORE + WINDOWS_MEASURED)])
 def test_an_interrupt_while_a_window_is_measured_changes_no_choice(window):
-    for moment in itertools.count():
-        windows, interrupts = itertools.count(1), []
+    settings = Settings(update_interval="fit", max_update_interval=6)
 
-        def around():
-            if next(windows) != window:
-                return contextlib.nullcontext()
-            interrupts.append(InterruptAt(moment))  # noqa: B023
-            return interrupts[-1]
+    def is_reached(moment):
+        interrupt = InterruptAt(moment)
+        contexts = (interrupt if number == window else contextlib.nullcontext() for number in itertools.count(1))
+        assert fitted(settings, lambda i: 2.5, 1.0, around=lambda: next(contexts)) == (3, 3)
+        return interrupt.reached
 
-        settings = Settings(update_interval="fit", max_update_interval=6)
-        assert fitted(settings, lambda i: 2.5, 1.0, around=around) == (3, 3)
-        if not interrupts[0].reached:
-            assert moment > 0
-            return
+    assert next(moment for moment in itertools.count() if not is_reached(moment)) > 0
 
 
 def test_what_depends_on_the_schedule_follows_it():
