@@ -55,8 +55,8 @@ ZENFLOW_INLINE Corrections corrections_of(const AdamStep& s, const ColumnSteps* 
 }
 
 template <DType W, bool kStreams>
-ZENFLOW_INLINE void move_weight(const Update& u, const Corrections& c, Floats m, Floats v, int64_t i, int64_t count) {
-  const AdamStep& s = *u.move;
+ZENFLOW_INLINE void move_weight(const Update& u, const AdamStep& s, const Corrections& c, Floats m, Floats v, int64_t i,
+                                int64_t count) {
   Floats w = load_some<kF32>(u.master, i, count);
   const Floats q = direction(c.root, Floats(s.eps), m, v);
   if (s.moves) {
@@ -85,35 +85,77 @@ ZENFLOW_INLINE void store_moments(const Update& u, int64_t i, int64_t count, Flo
   }
 }
 
+// Calls body.operator()<vectors>(first element, elements of each vector) for blocks of several vectors, so that what a
+// lane needs is fetched once for all of them; then for single ones, the last of which may be shorter.
+template <class Body>
+ZENFLOW_INLINE void for_each_block(int64_t begin, int64_t end, Body&& body) {
+  int64_t i = begin;
+  for (; i + kBlock * kWidth <= end; i += kBlock * kWidth) body.template operator()<kBlock>(i, kWidth);
+  for_each_vector(i, end, [&](int64_t at, int64_t count) { body.template operator()<1>(at, count); });
+}
+
 template <DType G, DType W, DType M, bool kStreams>
 ZENFLOW_INLINE void update_run(const Update& u, int64_t begin, int64_t end, int64_t first_column) {
-  for_each_vector(begin, end, [&](int64_t i, int64_t count) {
-    Floats m = load_some<M>(u.exp_avg, i, count);
-    Floats v = load_some<M>(u.exp_avg_sq, i, count);
-    for (int64_t lane = 0; lane < u.lane_count; ++lane) {
-      const Fold& fold = u.lanes[lane].fold;
-      fold_gradient(fold, load_some<G>(u.lanes[lane].gradients, i, count) * Floats(fold.scale), m, v);
+  const bool moves = u.move != nullptr;
+  const AdamStep step = moves ? *u.move : AdamStep{};  // a copy, which no store can change
+  for_each_block(begin, end, [&]<int kVectors>(int64_t i, int64_t count) {
+    Floats m[kVectors], v[kVectors];
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) {
+      m[k] = load_some<M>(u.exp_avg, i + k * kWidth, count);
+      v[k] = load_some<M>(u.exp_avg_sq, i + k * kWidth, count);
     }
-    store_moments<M>(u, i, count, m, v);
-    if (u.move == nullptr) return;
-    move_weight<W, kStreams>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
+    for (int64_t lane = 0; lane < u.lane_count; ++lane) {
+      const Fold fold = u.lanes[lane].fold;
+      const void* const gradients = u.lanes[lane].gradients;
+#pragma GCC unroll 4
+      for (int k = 0; k < kVectors; ++k) {
+        const Floats g = load_some<G>(gradients, i + k * kWidth, count) * Floats(fold.scale);
+        fold_gradient(fold, g, m[k], v[k]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) {
+      const int64_t at = i + k * kWidth;
+      store_moments<M>(u, at, count, m[k], v[k]);
+      if (!moves) continue;
+      const Corrections corrections = corrections_of(step, u.columns, first_column + at - begin, count);
+      move_weight<W, kStreams>(u, step, corrections, m[k], v[k], at, count);
+    }
   });
 }
 
 template <DType G, DType W, DType M, bool kStreams>
 ZENFLOW_INLINE void update_mean_run(const Update& u, int64_t begin, int64_t end, int64_t first_column) {
-  for_each_vector(begin, end, [&](int64_t i, int64_t count) {
-    Floats sum = u.sum != nullptr ? load_some<kF32>(u.sum, i, count) : Floats(0.0f);
-    for (int64_t lane = 0; lane < u.lane_count; ++lane) {
-      sum = sum + load_some<G>(u.lanes[lane].gradients, i, count) * Floats(u.lanes[lane].fold.scale);
+  const bool moves = u.move != nullptr;
+  const AdamStep step = moves ? *u.move : AdamStep{};
+  const Fold mean_fold = moves ? *u.mean_fold : Fold{};
+  for_each_block(begin, end, [&]<int kVectors>(int64_t i, int64_t count) {
+    Floats sum[kVectors];
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) {
+      sum[k] = u.sum != nullptr ? load_some<kF32>(u.sum, i + k * kWidth, count) : Floats(0.0f);
     }
-    if (u.sum != nullptr) store_some<kF32>(u.sum, i, count, u.move == nullptr ? sum : Floats(0.0f));
-    if (u.move == nullptr) return;
-    Floats m = load_some<M>(u.exp_avg, i, count);
-    Floats v = load_some<M>(u.exp_avg_sq, i, count);
-    fold_gradient(*u.mean_fold, sum / Floats(u.mean_count), m, v);
-    store_moments<M>(u, i, count, m, v);
-    move_weight<W, kStreams>(u, corrections_of(*u.move, u.columns, first_column + i - begin, count), m, v, i, count);
+    for (int64_t lane = 0; lane < u.lane_count; ++lane) {
+      const float scale = u.lanes[lane].fold.scale;
+      const void* const gradients = u.lanes[lane].gradients;
+#pragma GCC unroll 4
+      for (int k = 0; k < kVectors; ++k) {
+        sum[k] = sum[k] + load_some<G>(gradients, i + k * kWidth, count) * Floats(scale);
+      }
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) {
+      const int64_t at = i + k * kWidth;
+      if (u.sum != nullptr) store_some<kF32>(u.sum, at, count, moves ? Floats(0.0f) : sum[k]);
+      if (!moves) continue;
+      Floats m = load_some<M>(u.exp_avg, at, count);
+      Floats v = load_some<M>(u.exp_avg_sq, at, count);
+      fold_gradient(mean_fold, sum[k] / Floats(u.mean_count), m, v);
+      store_moments<M>(u, at, count, m, v);
+      const Corrections corrections = corrections_of(step, u.columns, first_column + at - begin, count);
+      move_weight<W, kStreams>(u, step, corrections, m, v, at, count);
+    }
   });
 }
 

@@ -10,6 +10,7 @@
 namespace zenflow::ZENFLOW_ISA {
 
 constexpr int64_t kWidth = 8;
+constexpr int kBlock = 4;  // vectors at once
 
 struct Floats {
   __m256 v;

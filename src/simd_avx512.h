@@ -15,6 +15,7 @@
 namespace zenflow::ZENFLOW_ISA {
 
 constexpr int64_t kWidth = 16;
+constexpr int kBlock = 2;  // vectors at once: more of them spill registers
 
 struct Floats {
   __m512 v;

@@ -11,6 +11,7 @@
 namespace zenflow::ZENFLOW_ISA {
 
 constexpr int64_t kWidth = 1;
+constexpr int kBlock = 1;  // vectors at once
 using Floats = float;
 
 template <DType D>

@@ -9,15 +9,16 @@ namespace zenflow::ZENFLOW_ISA {
 
 #define ZENFLOW_VBMI2 __attribute__((target("avx512vbmi2,popcnt")))
 
-// Bits [first, first + kCount) of a mask of 64-bit words, of which the row has `row_length`; kCount divides 64.
-template <class Mask, int kCount>
+// So many bits of a mask of 64-bit words, from bit `first` on: as many as Mask has, which divide 64.
+template <class Mask>
 ZENFLOW_INLINE Mask mask_at(const uint64_t* words, int64_t first) {
   return static_cast<Mask>(words[first / 64] >> (first % 64));
 }
 
 template <class Mask>
-ZENFLOW_INLINE Mask lowest(int64_t count, int64_t width) {
-  return count >= width ? static_cast<Mask>(~Mask{0}) : static_cast<Mask>((Mask{1} << count) - 1);
+ZENFLOW_INLINE Mask lowest(int64_t count) {
+  return count >= static_cast<int64_t>(8 * sizeof(Mask)) ? static_cast<Mask>(~Mask{0})
+                                                         : static_cast<Mask>((Mask{1} << count) - 1);
 }
 
 template <class T>
@@ -30,42 +31,46 @@ void scatter_moved(const SlotMap& map, const T* packed, T* row) {
   for (int64_t i = 0; i < map.moved_count; ++i) row[map.moved[i].column] = packed[map.moved[i].slot];
 }
 
+// A masked load or store takes several times as long as a whole one: only the row's last vector is masked.
 ZENFLOW_VBMI2 inline void gather_half(const SlotMap& map, const uint16_t* row, uint16_t* packed) {
   uint16_t* next = packed;
-  for (int64_t c = 0; c < map.row_length; c += 32) {
-    const __mmask32 inside = lowest<__mmask32>(map.row_length - c, 32), held = mask_at<__mmask32, 32>(map.laid_out, c);
-    const __m512i values = _mm512_maskz_loadu_epi16(inside, row + c);
+  int64_t c = 0;
+  const auto take = [&](__m512i values) __attribute__((target("avx512vbmi2,popcnt"))) {
+    const __mmask32 held = mask_at<__mmask32>(map.laid_out, c);
     _mm512_storeu_si512(next, _mm512_maskz_compress_epi16(held, values));
     next += __builtin_popcount(held);
-  }
+  };
+  for (; c + 32 <= map.row_length; c += 32) take(_mm512_loadu_si512(row + c));
+  if (c < map.row_length) take(_mm512_maskz_loadu_epi16(lowest<__mmask32>(map.row_length - c), row + c));
   gather_moved(map, row, packed);
 }
 
 inline void gather_word(const SlotMap& map, const uint32_t* row, uint32_t* packed) {
   uint32_t* next = packed;
-  for (int64_t c = 0; c < map.row_length; c += 16) {
-    const __mmask16 inside = lowest<__mmask16>(map.row_length - c, 16), held = mask_at<__mmask16, 16>(map.laid_out, c);
-    const __m512i values = _mm512_maskz_loadu_epi32(inside, row + c);
+  int64_t c = 0;
+  const auto take = [&](__m512i values) {
+    const __mmask16 held = mask_at<__mmask16>(map.laid_out, c);
     _mm512_storeu_si512(next, _mm512_maskz_compress_epi32(held, values));
     next += __builtin_popcount(held);
-  }
+  };
+  for (; c + 16 <= map.row_length; c += 16) take(_mm512_loadu_si512(row + c));
+  if (c < map.row_length) take(_mm512_maskz_loadu_epi32(lowest<__mmask16>(map.row_length - c), row + c));
   gather_moved(map, row, packed);
 }
 
 // Columns without a slot get the bits back that they had.
 ZENFLOW_VBMI2 inline void scatter_half(const SlotMap& map, const uint16_t* packed, uint16_t* row) {
-  const uint16_t* next = packed;
+  const uint16_t *next = packed, *const end = packed + map.slots;
   for (int64_t c = 0; c < map.row_length; c += 32) {
-    const __mmask32 inside = lowest<__mmask32>(map.row_length - c, 32), held = mask_at<__mmask32, 32>(map.laid_out, c);
+    const __mmask32 held = mask_at<__mmask32>(map.laid_out, c), kept = mask_at<__mmask32>(map.kept, c);
     const int64_t count = __builtin_popcount(held);
-    const __m512i values =
-        _mm512_maskz_expand_epi16(held, _mm512_maskz_loadu_epi16(lowest<__mmask32>(count, 32), next));
-    const __m512i before = _mm512_maskz_loadu_epi16(inside, row + c);
-    const __m512i after = _mm512_mask_mov_epi16(before, mask_at<__mmask32, 32>(map.kept, c), values);
-    if (map.row_length - c >= 32) {
-      _mm512_storeu_si512(row + c, after);
+    const __m512i run =
+        end - next >= 32 ? _mm512_loadu_si512(next) : _mm512_maskz_loadu_epi16(lowest<__mmask32>(count), next);
+    const __m512i values = _mm512_maskz_expand_epi16(held, run);
+    if (c + 32 <= map.row_length) {
+      _mm512_storeu_si512(row + c, _mm512_mask_mov_epi16(_mm512_loadu_si512(row + c), kept, values));
     } else {
-      _mm512_mask_storeu_epi16(row + c, inside, after);
+      _mm512_mask_storeu_epi16(row + c, kept, values);
     }
     next += count;
   }
@@ -73,13 +78,18 @@ ZENFLOW_VBMI2 inline void scatter_half(const SlotMap& map, const uint16_t* packe
 }
 
 inline void scatter_word(const SlotMap& map, const uint32_t* packed, uint32_t* row) {
-  const uint32_t* next = packed;
+  const uint32_t *next = packed, *const end = packed + map.slots;
   for (int64_t c = 0; c < map.row_length; c += 16) {
-    const __mmask16 held = mask_at<__mmask16, 16>(map.laid_out, c);
+    const __mmask16 held = mask_at<__mmask16>(map.laid_out, c), kept = mask_at<__mmask16>(map.kept, c);
     const int64_t count = __builtin_popcount(held);
-    const __m512i values =
-        _mm512_maskz_expand_epi32(held, _mm512_maskz_loadu_epi32(lowest<__mmask16>(count, 16), next));
-    _mm512_mask_storeu_epi32(row + c, mask_at<__mmask16, 16>(map.kept, c), values);
+    const __m512i run =
+        end - next >= 16 ? _mm512_loadu_si512(next) : _mm512_maskz_loadu_epi32(lowest<__mmask16>(count), next);
+    const __m512i values = _mm512_maskz_expand_epi32(held, run);
+    if (c + 16 <= map.row_length) {
+      _mm512_storeu_si512(row + c, _mm512_mask_mov_epi32(_mm512_loadu_si512(row + c), kept, values));
+    } else {
+      _mm512_mask_storeu_epi32(row + c, kept, values);
+    }
     next += count;
   }
   scatter_moved(map, packed, row);
