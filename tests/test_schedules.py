@@ -222,6 +222,12 @@ def test_a_schedule_that_does_not_fit_in_memory_is_not_chosen():
     assert fitted(Settings(update_interval="fit"), lambda i: 5.0, 1.0, lambda s: False) == (6, 1)
 
 
+def test_only_schedules_up_to_the_choice_are_looked_at():
+    settings, asked = Settings(update_interval="fit", max_update_interval=200), []
+    assert fitted(settings, lambda i: 2.5, 1.0, lambda settings: not asked.append(settings)) == (3, 3)
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("window", [1, WINDOWS_BEFORE + WINDOWS_MEASURED, 2 * (WINDOWS_BEFORE + WINDOWS_MEASURED)])
 def test_an_interrupt_while_a_window_is_measured_changes_no_choice(window):
     settings = Settings(update_interval="fit", max_update_interval=6)

@@ -8,6 +8,7 @@ next one's. The caller's clock would not do, since a GPU's caller is ahead of it
 Not for: changing the schedule, which the optimizer does between two windows.
 """
 
+import itertools
 import statistics
 
 TRIED_INTERVALS = (2, 6)
@@ -96,10 +97,14 @@ class ScheduleFit:
         requested = self.requested
         fixed = requested.update_interval != "fit"
         intervals = [requested.update_interval] if fixed else range(1, requested.longest_interval + 1)
-        pairs = [(i, d) for i in intervals for d in range(1, i + 1) if fits(requested.with_schedule(i, d))]
-        hiding = smallest_hiding(pairs, self._host_seconds_of, HEADROOM * statistics.median(self._step_seconds))
+
+        def fit_in_memory(pairs):
+            return (pair for pair in pairs if fits(requested.with_schedule(*pair)))
+
+        hiding = hiding_pairs(intervals, self._host_seconds_of, HEADROOM * statistics.median(self._step_seconds))
+        largest = ((i, d) for i in reversed(intervals) for d in range(i, 0, -1))
         now = self.settings.update_interval, self.settings.update_delay
-        self.keep(*(hiding or max(pairs, default=now)))
+        self.keep(*next(fit_in_memory(itertools.chain(hiding, largest)), now))
 
     def _host_seconds_of(self, interval):
         """What the host update of a window of `interval` steps takes."""
@@ -109,9 +114,13 @@ class ScheduleFit:
         return base + slope * (interval - first)
 
 
-def smallest_hiding(pairs, host_seconds, step_seconds):
-    """The first of the (update_interval, update_delay) pairs that hides the host update; None if none does.
+def hiding_pairs(intervals, host_seconds, step_seconds):
+    """The (update_interval, update_delay) pairs that hide the host update, smallest first; one at a time, since there
+    may be very many.
 
     host_seconds: of the update of a window of so many steps; step_seconds: of one step of the device.
     """
-    return next((pair for pair in pairs if host_seconds(pair[0]) <= pair[1] * step_seconds), None)
+    for interval in intervals:
+        seconds = host_seconds(interval)
+        if seconds <= interval * step_seconds:
+            yield from ((interval, d) for d in range(1, interval + 1) if seconds <= d * step_seconds)
