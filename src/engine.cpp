@@ -367,17 +367,20 @@ void Engine::submit_host_work(std::span<const Operand> operands, const StepPlan&
     for (const auto& device : devices_) {
       if (auto arrival = device->arrival()) arrivals.push_back(std::move(arrival));
     }
-    updater_.submit([arrivals = std::move(arrivals), &times = host_times_](ThreadPool&) {
+    std::vector<HostUpdater::Work> works;
+    works.push_back([arrivals = std::move(arrivals), &times = host_times_](ThreadPool&) {
       for (const auto& arrive : arrivals) arrive();
       times.begin();
     });
     // The last parameters first, as backward comes by: publish_early() need not wait for the others.
     for (auto job = jobs.rbegin(); job != jobs.rend(); ++job) {
-      job->first->set_host_ticket(updater_.submit(
-          [job = std::move(job->second), &kernels = context_.kernels](ThreadPool& pool) { job.run(kernels, pool); }));
+      works.push_back(
+          [job = std::move(job->second), &kernels = context_.kernels](ThreadPool& pool) { job.run(kernels, pool); });
     }
-    last_ticket_ =
-        updater_.submit([&times = host_times_, closes = plan.ends_window](ThreadPool&) { times.end(closes); });
+    works.push_back([&times = host_times_, closes = plan.ends_window](ThreadPool&) { times.end(closes); });
+    // At once: an error of the first of them is one of a later call, not of this step.
+    last_ticket_ = updater_.submit_all(std::move(works));
+    for (size_t i = 0; i < jobs.size(); ++i) jobs[i].first->set_host_ticket(last_ticket_ - 1 - i);
     lane_tickets_[lane_round()] = last_ticket_;
   }
   if (!plan.ends_window) return;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "host_updater.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -18,7 +20,7 @@
 namespace zenflow {
 namespace {
 
-using Work = std::function<void(ThreadPool&)>;
+using Work = HostUpdater::Work;
 using Lock = std::unique_lock<std::mutex>;
 
 // Where submitters and the background thread meet. A fork's child leaves it behind as it is.
@@ -45,7 +47,7 @@ class HostUpdater::Impl : public ForkMember {
   Impl(int threads, std::vector<int> pin_cpus) : ForkMember(Rank::kUpdater), pool(threads, std::move(pin_cpus)) {}
   ~Impl() override { delete desk_; }
 
-  Ticket submit(Work work);
+  Ticket submit(std::vector<Work> works);
   void wait(Ticket ticket);
   void wait_all();
   bool done(Ticket ticket) const { return completed_.load(std::memory_order_acquire) >= ticket; }
@@ -134,16 +136,18 @@ bool HostUpdater::Impl::run_next(Desk& desk, Lock& lock) {
   return true;
 }
 
-HostUpdater::Ticket HostUpdater::Impl::submit(Work work) {
+HostUpdater::Ticket HostUpdater::Impl::submit(std::vector<Work> works) {
   refuse_inside_work("submit");
-  if (!work) throw std::invalid_argument("zenflow: HostUpdater::submit needs work, got an empty function");
+  if (works.empty() || std::any_of(works.begin(), works.end(), [](const Work& work) { return !work; })) {
+    throw std::invalid_argument("zenflow: HostUpdater::submit needs work, got an empty function");
+  }
   Desk& desk = *desk_;
   Lock lock(desk.mutex);
   desk.idle.wait(lock, [&] { return !desk.stopping; });
   rethrow_error();
   const bool background = start(desk);
-  desk.queue.push_back(std::move(work));
-  const Ticket ticket = ++issued_;
+  desk.queue.insert(desk.queue.end(), std::move_iterator(works.begin()), std::move_iterator(works.end()));
+  const Ticket ticket = issued_ += works.size();
   if (background) {
     desk.work.notify_one();
     return ticket;
@@ -216,8 +220,14 @@ HostUpdater::~HostUpdater() {
   remove_fork_member(impl_);
 }
 
-HostUpdater::Ticket HostUpdater::submit(std::function<void(ThreadPool&)> work) {
-  return impl_->submit(std::move(work));
+HostUpdater::Ticket HostUpdater::submit(Work work) {
+  std::vector<Work> works;
+  works.push_back(std::move(work));
+  return impl_->submit(std::move(works));
+}
+
+HostUpdater::Ticket HostUpdater::submit_all(std::vector<Work> works) {
+  return impl_->submit(std::move(works));
 }
 
 bool HostUpdater::done(Ticket ticket) const {

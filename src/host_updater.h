@@ -29,8 +29,13 @@ class HostUpdater {
   HostUpdater(const HostUpdater&) = delete;
   HostUpdater& operator=(const HostUpdater&) = delete;
 
+  using Work = std::function<void(ThreadPool&)>;
+
   // Queues work. If the background thread cannot be created, runs it before returning.
-  Ticket submit(std::function<void(ThreadPool&)> work);
+  Ticket submit(Work work);
+  // Queues them in order, at least one, all or none. Returns the last one's ticket; those of the others are the numbers
+  // before it.
+  Ticket submit_all(std::vector<Work> works);
 
   // Whether wait(ticket) would return, or throw, at once. What the job wrote is visible if so.
   bool done(Ticket ticket) const;

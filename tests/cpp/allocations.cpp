@@ -31,14 +31,24 @@ void release(void* memory) {
 
 }  // namespace
 
-// All other forms of new and delete call these.
+// All other forms of new and delete call these, or are a pair of their own.
 void* operator new(std::size_t size) {
   return allocate(size, 0);
 }
 void* operator new(std::size_t size, std::align_val_t alignment) {
   return allocate(size, static_cast<std::size_t>(alignment));
 }
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+  try {
+    return allocate(size, 0);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 void operator delete(void* memory) noexcept {
+  release(memory);
+}
+void operator delete(void* memory, const std::nothrow_t&) noexcept {
   release(memory);
 }
 void operator delete(void* memory, std::size_t) noexcept {
