@@ -95,11 +95,6 @@ Allocations of_two_windows(const Case& c, int64_t rows, int64_t columns) {
   return found;
 }
 
-// The queue of jobs takes memory by how far the host happens to be behind.
-bool alike(int64_t a, int64_t b) {
-  return std::abs(a - b) <= std::max(a, b) / 8;
-}
-
 }  // namespace
 
 // What a steady step still allocates: lists of the parameters' tasks, one entry each, gone when the window's update is.
@@ -108,9 +103,8 @@ TEST(steady_steps_allocate_short_lists_whatever_the_model_is_large) {
     const Allocations small = of_two_windows(c, 40, 64), large = of_two_windows(c, 400, 640);
     CHECK_EQ(small.kept, 0);
     CHECK_EQ(large.kept, 0);
-    CHECK(alike(large.count, small.count));
-    CHECK(alike(large.bytes, small.bytes));
-    CHECK(small.bytes <= 1024 * kTensors * kSteps);
+    // Not the same for both: the queue of jobs takes memory by how far the host happens to be behind.
+    for (const Allocations& a : {small, large}) CHECK(a.bytes <= 1024 * kTensors * kSteps);
   }
 }
 
@@ -121,8 +115,6 @@ TEST(steady_steps_under_the_mean_rule_allocate_corrections_for_columns_too) {
     const Allocations small = of_two_windows(c, 40, 640), large = of_two_windows(c, 400, 640);
     CHECK_EQ(small.kept, 0);
     CHECK_EQ(large.kept, 0);
-    CHECK(alike(large.count, small.count));
-    CHECK(alike(large.bytes, small.bytes));
-    CHECK(small.bytes <= (1024 + 24 * 640) * kTensors * kSteps);
+    for (const Allocations& a : {small, large}) CHECK(a.bytes <= (1024 + 24 * 640) * kTensors * kSteps);
   }
 }
