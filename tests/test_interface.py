@@ -4,6 +4,7 @@
 import copy
 import gc
 import io
+import warnings
 import weakref
 
 import numpy
@@ -98,6 +99,14 @@ def test_a_setting_of_the_whole_optimizer_is_refused_in_a_group():
 
 def test_what_adamw_does_not_ask_for_may_be_passed_as_off():
     ZenFlowOptimizer(parameters(), amsgrad=False, foreach=None, fused=None, capturable=False)
+
+
+def test_a_likely_typo_in_a_group_is_named_and_the_users_own_keys_are_not():
+    with pytest.warns(UserWarning, match="nothing reads 'topk_ration' of a parameter group: did you mean 'topk_ratio'"):
+        ZenFlowOptimizer([{"params": parameters(), "topk_ration": 0.2}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ZenFlowOptimizer([{"params": parameters(), "initial_lr": 1.0, "name": "decoder", "lr_scale": 2, 3: 4}])
 
 
 def test_a_bad_group_is_not_added():

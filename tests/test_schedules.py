@@ -289,6 +289,14 @@ def test_a_real_run_is_measured_then_keeps_its_schedule_and_saves_it(hooks):
     assert copy.deepcopy(optimizer).stats().fitted
 
 
+@pytest.mark.parametrize(("settings", "interval"), [({"update_interval": "fit"}, 1), ({"update_delay": "auto"}, 4)])
+def test_where_nothing_is_deferred_the_smallest_schedule_is_chosen(settings, interval):
+    p, optimizer = one_parameter(topk_ratio=1.0, **settings)
+    windows(optimizer, p, [torch.ones(ROWS, COLUMNS)] * FIT_STEPS)
+    stats = optimizer.stats()
+    assert (stats.fitted, stats.update_interval, stats.update_delay) == (True, interval, 1)
+
+
 def test_a_run_that_was_saved_before_the_choice_is_measured_anew():
     model = small_model()
     optimizer = ZenFlowOptimizer(model.parameters(), min_offload_numel=1000, update_interval="fit")

@@ -64,6 +64,9 @@ class ScheduleFit:
         if self._windows > WINDOWS_BEFORE:
             seconds = self._host_seconds[self.settings.update_interval]
             seconds.append(report["last_window"]["host_update_seconds"])
+            if len(seconds) >= WINDOWS_MEASURED and not any(seconds):  # nothing is deferred
+                self.keep(1 if self.requested.update_interval == "fit" else self.requested.update_interval, 1)
+                return True
             if len(seconds) >= WINDOWS_MEASURED and self._step_seconds:
                 self._finish_phase(fits)
                 return True

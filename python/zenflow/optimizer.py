@@ -16,7 +16,15 @@ from zenflow import _C, deepspeed_config, devices, memory
 from zenflow.checkpoints import CheckpointedOptimizer
 from zenflow.following import on_the_optimizer
 from zenflow.offloaded_gradient import OffloadedGradient, in_memory
-from zenflow.settings import UNSUPPORTED_OPTIONS, Settings, check_group, check_layout, numbers_of, reject_unsupported
+from zenflow.settings import (
+    UNSUPPORTED_OPTIONS,
+    Settings,
+    check_group,
+    check_layout,
+    likely_typos,
+    numbers_of,
+    reject_unsupported,
+)
 from zenflow.stats import make_stats
 from zenflow.store import Store
 from zenflow.templates import is_asked_for_template
@@ -184,6 +192,8 @@ class ZenFlowOptimizer(CheckpointedOptimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        for key, meant in likely_typos(group).items():
+            warnings.warn(f"nothing reads {key!r} of a parameter group: did you mean {meant!r}?", stacklevel=2)
         if self._offload:
             self._offload.follow()
 

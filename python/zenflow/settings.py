@@ -60,6 +60,17 @@ def check_group(group):
     check_layout(group)
 
 
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "maximize", "topk_ratio", "split")
+
+
+def likely_typos(group):
+    """{a key of the user's: the key that it was probably meant to be}; groups may hold whatever users put there."""
+    matches = {
+        key: difflib.get_close_matches(str(key), GROUP_KEYS, n=1, cutoff=0.85) for key in group if key not in GROUP_KEYS
+    }
+    return {key: close[0] for key, close in matches.items() if close}
+
+
 def numbers_of(group):
     """(lr, beta1, beta2, eps, weight_decay, maximize) by value; users may change them between steps. As in torch, only
     what is no number is refused then."""
