@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the core allocates once a training runs: no host array, nothing that stays, nothing that grows with the model.
-#include <algorithm>
-#include <cstdlib>
 #include <optional>
 #include <vector>
 
