@@ -288,6 +288,7 @@ def test_what_does_not_fit_is_told_with_what_to_change():
     ("options", "error", "words"),
     [
         ({}, ValueError, "needs a model"),
+        ({"params": 7e9, "host_bandwith": 1e9}, TypeError, "did you mean 'host_bandwidth'"),
         ({"params": "7X"}, ValueError, "params must be a number such as 7e9"),
         ({"params": 0}, ValueError, "params must be more than 0"),
         ({"params": 1e9, "gpu_memory": "24 horses"}, ValueError, "gpu_memory must be bytes"),

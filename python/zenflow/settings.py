@@ -21,13 +21,18 @@ UNSUPPORTED_OPTIONS = {
 }
 
 
+def unexpected(function, name, known):
+    """A TypeError as Python's own, with the name that was probably meant."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; help(zenflow.{function}) lists all"
+    return TypeError(f"{function} got an unexpected keyword argument {name!r}{hint}")
+
+
 def reject_unsupported(options, known=()):
     """Raises for options of torch.optim.AdamW that are asked for and not supported, or that are not `known`."""
     for name, value in options.items():
         if name not in UNSUPPORTED_OPTIONS:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "; help(zenflow.ZenFlowOptimizer) lists all"
-            raise TypeError(f"ZenFlowOptimizer got an unexpected keyword argument {name!r}{hint}")
+            raise unexpected("ZenFlowOptimizer", name, known)
         if value:
             raise ValueError(f"{name}={value!r} is not supported: {UNSUPPORTED_OPTIONS[name]}")
 

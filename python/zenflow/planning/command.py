@@ -30,6 +30,7 @@ def add_arguments(parser):
     parser.add_argument("--min-offload-numel", type=int, default=65536)
     parser.add_argument("--deferred-rule", default="adamw", help="adamw or mean")
     parser.add_argument("--host-buffer", default="auto", help="auto, ring or stream")
+    parser.add_argument("--state-dtype", default="float32", help="of the host's moments: float32 or bfloat16")
     parser.add_argument("--offload-gradients", action="store_true", help="gradients leave during backward")
     parser.add_argument("--num-threads", type=int, help="of the host update, where it is measured")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -37,6 +38,8 @@ def add_arguments(parser):
 
 def run(parsed):
     """Prints the forecast. Raises as `plan` does."""
+    if (parsed.model is None) == (parsed.params is None):
+        raise ValueError("name a model's config.json, or give --params, and not both")
     options = {name: value for name, value in vars(parsed).items() if name not in ("command", "json", "link_bandwidth")}
     if parsed.link_bandwidth is not None:
         options["link_bandwidth"] = parsed.link_bandwidth

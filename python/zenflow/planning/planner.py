@@ -6,6 +6,7 @@ docs/memory.md's for bytes and `pipeline.predict`'s for times. Not for: choosing
 """
 
 import dataclasses
+import inspect
 import math
 import os
 
@@ -16,7 +17,7 @@ from zenflow.planning.model_bytes import Limits, ModelBytes
 from zenflow.planning.model_shapes import item_of, of_config, of_number, of_parameters
 from zenflow.planning.pipeline import predict
 from zenflow.planning.units import format_bytes, parse_bytes, parse_count, parse_rate
-from zenflow.settings import Settings
+from zenflow.settings import Settings, unexpected
 
 PCIE4_X16 = 25e9  # bytes per second each way of pinned copies
 
@@ -65,7 +66,7 @@ def plan(
         raise ValueError("plan() needs a model (or a config's path), or params=, and not both")
     known = {field.name for field in dataclasses.fields(Settings)}
     if unknown := sorted(settings.keys() - known):
-        raise TypeError(f"plan() got an unexpected keyword argument {unknown[0]!r}")
+        raise unexpected("plan", unknown[0], {*known, *inspect.signature(plan).parameters})
     if not isinstance(gpus, int) or gpus < 1:
         raise ValueError(f"gpus must be an integer >= 1, got {gpus!r}")
     if not 0.0 <= topk_ratio <= 1.0:
