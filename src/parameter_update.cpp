@@ -125,6 +125,7 @@ void Parameter::update_flat(const TensorView& weight, const TensorView& gradient
 void Parameter::pack(const void* row, DType gradient, int64_t r, const SlotOrder& order, DType lane_dtype,
                      char* lane) const {
   const int64_t count = order.slots(), bytes = count * item_size(lane_dtype);
+  if (count == 0) return;  // `lane` may be null
   char* const to = lane + r * bytes;
   Scratch packed(count * item_size(gradient) + kOverrun);
   context_.kernels.gather(order.map(), row, item_size(gradient), packed.data());
