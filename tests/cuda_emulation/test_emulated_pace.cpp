@@ -76,7 +76,7 @@ std::vector<Occupied> of(const std::vector<Occupied>& all, Activity activity) {
 }  // namespace
 
 TEST(paced_copies_of_one_direction_take_turns_and_the_other_direction_does_not_mind) {
-  const DeviceArray<char> device(std::vector<char>(kBytes, 1));
+  const DeviceArray<char> device(std::vector<char>(kBytes, 1)), target(std::vector<char>(kBytes, 1));
   const Pinned host(3 * kBytes);
   const OwnStream busy, first, second, third;
   const Event event;
@@ -88,7 +88,7 @@ TEST(paced_copies_of_one_direction_take_turns_and_the_other_direction_does_not_m
   ZENFLOW_CUDA_CHECK(
       cudaMemcpyAsync(host.data() + kBytes, device.data(), kBytes, cudaMemcpyDeviceToHost, second.handle()));
   ZENFLOW_CUDA_CHECK(
-      cudaMemcpyAsync(device.data(), host.data() + 2 * kBytes, kBytes, cudaMemcpyHostToDevice, third.handle()));
+      cudaMemcpyAsync(target.data(), host.data() + 2 * kBytes, kBytes, cudaMemcpyHostToDevice, third.handle()));
   ZENFLOW_CUDA_CHECK(cudaDeviceSynchronize());
 
   const auto all = emulation::take_occupied();
