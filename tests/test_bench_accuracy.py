@@ -88,9 +88,17 @@ def test_the_other_tasks_learn_and_repeat(task, method, tmp_path):
     assert first["loss"] < first["curve"][0][1]
 
 
+def heed_interrupts():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's & ignores them for all that it starts
+
+
 def test_an_interrupted_benchmark_leaves_whole_results_and_no_process(tmp_path):
     process = subprocess.Popen(
-        command(tmp_path, "--only", "gpt", "--seeds", 50), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(tmp_path, "--only", "gpt", "--seeds", 50),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
     while "seed" not in process.stdout.readline():  # a run is done
         assert process.poll() is None, process.stderr.read()
