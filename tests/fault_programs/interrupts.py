@@ -6,8 +6,6 @@ import functools
 import signal
 import sys
 
-import torch
-
 from fault_programs.registry import program
 from fault_programs.training import Training, check_same, check_undisturbed, snapshot
 from reference import same_bits
@@ -41,7 +39,6 @@ class InterruptAt:
 
     def __exit__(self, *exception):
         sys.setprofile(None)
-        torch.set_grad_enabled(True)  # torch's own decorator may have been cut in two
         return exception[0] is KeyboardInterrupt
 
 

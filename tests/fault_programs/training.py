@@ -43,7 +43,8 @@ class Training:
         generator = torch.Generator().manual_seed(1000 + (self.steps if step is None else step))
         gradients = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in self.parameters]
         self.optimizer.zero_grad()
-        backward_of(zip(self.parameters, gradients, strict=True))
+        with torch.enable_grad():  # a signal may have cut torch's own no_grad around step() in two
+            backward_of(zip(self.parameters, gradients, strict=True))
 
     def train(self, steps=1):
         for _ in range(steps):
