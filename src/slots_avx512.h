@@ -37,6 +37,7 @@ ZENFLOW_VBMI2 inline void gather_half(const SlotMap& map, const uint16_t* row, u
   int64_t c = 0;
   const auto take = [&](__m512i values) __attribute__((target("avx512vbmi2,popcnt"))) {
     const __mmask32 held = mask_at<__mmask32>(map.laid_out, c);
+    prefetch_ahead(row + c);
     _mm512_storeu_si512(next, _mm512_maskz_compress_epi16(held, values));
     next += __builtin_popcount(held);
   };
@@ -50,6 +51,7 @@ inline void gather_word(const SlotMap& map, const uint32_t* row, uint32_t* packe
   int64_t c = 0;
   const auto take = [&](__m512i values) {
     const __mmask16 held = mask_at<__mmask16>(map.laid_out, c);
+    prefetch_ahead(row + c);
     _mm512_storeu_si512(next, _mm512_maskz_compress_epi32(held, values));
     next += __builtin_popcount(held);
   };
@@ -64,6 +66,7 @@ ZENFLOW_VBMI2 inline void scatter_half(const SlotMap& map, const uint16_t* packe
   for (int64_t c = 0; c < map.row_length; c += 32) {
     const __mmask32 held = mask_at<__mmask32>(map.laid_out, c), kept = mask_at<__mmask32>(map.kept, c);
     const int64_t count = __builtin_popcount(held);
+    prefetch_ahead(next);
     const __m512i run =
         end - next >= 32 ? _mm512_loadu_si512(next) : _mm512_maskz_loadu_epi16(lowest<__mmask32>(count), next);
     const __m512i values = _mm512_maskz_expand_epi16(held, run);
@@ -82,6 +85,7 @@ inline void scatter_word(const SlotMap& map, const uint32_t* packed, uint32_t* r
   for (int64_t c = 0; c < map.row_length; c += 16) {
     const __mmask16 held = mask_at<__mmask16>(map.laid_out, c), kept = mask_at<__mmask16>(map.kept, c);
     const int64_t count = __builtin_popcount(held);
+    prefetch_ahead(next);
     const __m512i run =
         end - next >= 16 ? _mm512_loadu_si512(next) : _mm512_maskz_loadu_epi32(lowest<__mmask16>(count), next);
     const __m512i values = _mm512_maskz_expand_epi32(held, run);

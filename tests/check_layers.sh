@@ -23,7 +23,7 @@ device=(cuda/*.h cuda/*.cu cuda/*.cpp)
 device_headers=(cuda/device.h cuda/cuda_info.h cuda/stream.h cuda/column_norms.h cuda/edits.h cuda/scatter.h cuda/selective_adam.h
   cuda/slot_map.h cuda/top_k.h)
 every=(src/*.h src/*.cpp "${device[@]}" tests/cpp/*.h tests/cpp/*.cpp)
-per_isa=(src/kernels_*.cpp src/simd_*.h src/kernels_body.h)
+per_isa=(src/kernels_*.cpp src/simd_*.h src/slots_avx512.h src/kernels_body.h src/update_body.h src/vector_loops.h)
 
 forbid "nothing includes torch" "torch/|ATen/|c10/" "${every[@]}"
 forbid "src/ knows no Python; only src/bindings* do" "Python\.h|pybind11/" "${core[@]}"

@@ -85,11 +85,12 @@ Case random_case(Random& random, DType lanes, DType written) {
   Case c{};
   c.lane_dtype = lanes, c.written_dtype = written;
   c.moments = random.one_of({DType::kFloat32, DType::kBFloat16}), c.noise = static_cast<uint32_t>(random.bits());
-  c.count = random.between(0, 200);
+  c.count = random.chance(80) ? random.between(0, 200) : random.between(201, 1600);  // up to several tiles
   c.begin = random.chance(50) ? 0 : random.between(0, c.count);
   c.end = random.chance(50) ? c.count : random.between(c.begin, c.count);
   c.moves_weight = random.chance(80), c.has_sum = random.chance(50), c.has_columns = random.chance(40);
-  for (int64_t lane = random.chance(95) ? random.between(1, 6) : 0; lane > 0; --lane) {
+  const int64_t some = random.chance(80) ? random.between(1, 6) : random.between(7, 21);
+  for (int64_t lane = random.chance(95) ? some : 0; lane > 0; --lane) {
     c.gradients.emplace_back(random, lanes, c.count);
     c.folds.push_back(random_fold(random));
   }
@@ -103,7 +104,7 @@ Case random_case(Random& random, DType lanes, DType written) {
   const double lookahead = random.one_of({0.0, 1.0, 2.5});
   const auto step_at = [&](int64_t t) { return make_adam_step(h, h.lr, keep, t, lookahead); };
   c.move = step_at(random.between(1, 3000));
-  c.row_length = random.between(1, 20);
+  c.row_length = random.chance(70) ? random.between(1, 20) : random.between(500, 1100);
   for (int64_t column = 0; column < c.row_length; ++column) {
     const AdamStep s = step_at(random.between(1, 50));
     c.step.push_back(s.step), c.root.push_back(s.root), c.ahead.push_back(s.ahead);
