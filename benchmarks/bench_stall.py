@@ -15,11 +15,12 @@ Backward is autograd's, through one parameter per layer, so that gradients leave
 waits for the device but the optimizer. "Default" is the default mode, in which gradients leave in step().
 
 Scenarios and how they are scaled to this machine: stall_scenarios.py. Each way to train has a process of its own (but
-not with --quick); rounds take turns, each begins with measuring the host update, and the table has medians over the
-rounds.
+not with --quick); rounds take turns, each scenario begins with measuring the host update, and the table has medians
+over the rounds. One core is left to the training loop and the simulation; the others are the host update's.
 
 step: seconds of a step, over whole windows. stall: of these, the time in which the device had nothing to do. host: time
-of the host update per step. sent: bytes over the link, both ways, per step, by the size of the model, beside what
+of the host update per step. predicted: what zenflow.planning.predict says of step, from the speeds of device, link and
+host in the same row. sent: bytes over the link, both ways, per step, by the size of the model, beside what
 (S + 1) / S * (1 - topk_ratio) says.
 """
 
@@ -34,14 +35,17 @@ from pathlib import Path
 
 import torch
 
-from stall_methods import METHODS, TOPK_RATIO
+from stall_methods import FORWARD_SHARE, METHODS, TOPK_RATIO
 from stall_scenarios import DEVICE_MEMORY_TO_LINK, SCENARIOS
 from stall_timeline import draw
 from timing import HERE, describe, format_table, progress, save, show_table
+from zenflow.planning import predict
+from zenflow.sizes import moved_bytes
 
 SIZES = {"elements": 100e6, "rounds": 3, "steps": 12}
 QUICK = {"elements": 8.4e6, "rounds": 1, "steps": 4, "scenarios": "fits"}
 HOST_UPDATE, UPDATES_MEASURED = "host update", 7
+PREDICTION_WITHIN = 0.15
 
 
 def parse_arguments():
@@ -51,7 +55,8 @@ def parse_arguments():
     parser.add_argument("--elements", type=float, help=f"parameters, in bfloat16; default {SIZES['elements']:.0e}")
     parser.add_argument("--rounds", type=int, help=f"default {SIZES['rounds']}")
     parser.add_argument("--steps", type=int, help=f"timed steps, at least two windows; default {SIZES['steps']}")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the host update")
+    cores = max(1, len(os.sched_getaffinity(0)) - 1)
+    parser.add_argument("--threads", type=int, default=cores, help=f"of the host update; default {cores}")
     parser.add_argument("--quick", action="store_true", help="in some seconds: shows that it works, and nothing else")
     parser.add_argument("--save", action="store_true", help="write table, JSON and pictures to benchmarks/results/")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # a file with what to do, in the processes that measure
@@ -104,25 +109,49 @@ def run(args, **task):
 
 
 def measure_all(args):
-    """{scenario: {method: [result of each round]}}, and the host update's seconds of each round."""
+    """{scenario: {method: [result of each round]}}, and the host update's seconds whenever they were measured."""
     results = {scenario: {method: [] for method in args.methods} for scenario in args.scenarios}
     host = []
-    count = args.rounds * (1 + len(args.scenarios) * len(args.methods))
+    count = args.rounds * len(args.scenarios) * (1 + len(args.methods))
     with progress(count, "running") as advance:
         for _ in range(args.rounds):
-            here = run(args, method=HOST_UPDATE)
-            host.append(here["host_seconds"])
-            advance(HOST_UPDATE)
             for scenario in args.scenarios:
+                here = run(args, method=HOST_UPDATE)
+                host.append(here["host_seconds"])
+                advance(HOST_UPDATE)
                 model_bytes = 2 * here["elements"]
                 device, link = SCENARIOS[scenario].scaled(here["host_seconds"], model_bytes)
                 kernel = 2 * model_bytes / here["layers"] / (link * DEVICE_MEMORY_TO_LINK)
                 for method in args.methods:
                     result = run(args, method=method, pace=(device, link, kernel))
                     result |= {"device_seconds": device, "link_bytes_per_second": link}
+                    result["predicted_seconds"] = predicted_seconds(method, result)
                     results[scenario][method].append(result)
                     advance(f"{scenario}: {method}")
     return results, host
+
+
+def predicted_seconds(method, result):
+    """Of a step, by the speeds of device, link and host that `result` has."""
+    settings, interval = METHODS[method].settings, result["update_interval"]
+    busy = result["step_seconds"] - result["stall_seconds"]
+    if settings is None:
+        return busy
+    deferred = result["model_bytes"] / 2 * (1 - settings.get("topk_ratio", TOPK_RATIO))
+    rule = settings.get("deferred_rule", "adamw")
+    moved, _ = moved_bytes(2, interval, mean=rule == "mean", stream=False)
+    return predict(
+        deferred=deferred,
+        item=2,
+        device_seconds=busy,
+        host_bandwidth=deferred * moved / (interval * result["host_seconds"]),
+        link_bandwidth=result["link_bytes_per_second"],
+        update_interval=interval,
+        update_delay=result["update_delay"],
+        deferred_rule=rule,
+        offload_gradients=settings.get("offload_gradients", False),
+        forward_share=FORWARD_SHARE,
+    ).step_seconds
 
 
 def summary(rounds, none, synchronous):
@@ -138,6 +167,8 @@ def summary(rounds, none, synchronous):
     row |= {key: rounds[0][key] for key in ("update_interval", "update_delay", "model_bytes", "host_bytes")}
     row["schedules"] = sorted({(r["update_interval"], r["update_delay"]) for r in rounds})
     row["of_device"] = median(lambda i: rounds[i]["step_seconds"] / rounds[i]["device_seconds"])
+    row["predicted_seconds"] = median(lambda i: rounds[i]["predicted_seconds"])
+    row["predicted_by_measured"] = median(lambda i: rounds[i]["predicted_seconds"] / rounds[i]["step_seconds"])
     if none:
         row["of_no_offload"] = median(lambda i: rounds[i]["step_seconds"] / none[i]["step_seconds"])
     if synchronous:
@@ -163,6 +194,7 @@ COLUMNS = [
     "of no offload",
     "over synchronous",
     "stall less",
+    "predicted",
     "sent",
     "",
 ]
@@ -181,6 +213,7 @@ def cells(method, label, row):
         f"{row['of_no_offload']:.3f}" if "of_no_offload" in row else "",
         f"{row['speedup']:.2f}x" if "speedup" in row else "",
         f"{row['stall_saved']:.1%}" if "stall_saved" in row else "",
+        f"{1e3 * row['predicted_seconds']:.1f} ({row['predicted_by_measured'] - 1:+.0%})",
         f"{sent:.3f}",
         f"{exact:.3f}",
     ]
@@ -216,8 +249,13 @@ def main():
         texts.append(f"{title}\n{format_table(COLUMNS, rows)}")
     updates = ", ".join(f"{1e3 * seconds:.1f}" for seconds in host)
     note = (
-        f"{first['model_bytes'] / 2e6:,.0f}M parameters in bfloat16, host update of all: {updates} ms in the rounds, "
-        f"on {args.threads} threads"
+        f"{first['model_bytes'] / 2e6:,.0f}M parameters in bfloat16; host update of all, whenever it was measured: "
+        f"{updates} ms on {args.threads} threads"
+    )
+    off = max(abs(row["predicted_by_measured"] - 1) for table in tables.values() for row in table.values())
+    note += (
+        f"\nPredicted steps differ from measured ones by {off:.0%} at most; {PREDICTION_WITHIN:.0%} are allowed: "
+        f"{'holds' if off <= PREDICTION_WITHIN else 'MISSED'}"
     )
     print(note)
     if args.save:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways to train that bench_stall.py compares."""
 
+import math
 from dataclasses import dataclass
 
 TOPK_RATIO = 0.1
-NEVER = 1 << 30  # steps between selections: the selection does not change here, as it hardly does in the literature
+FORWARD_SHARE = 1 / 3  # of the device time of forward and backward
+# Steps between selections: the selection does not change here, as it hardly does in the literature. A multiple of every
+# interval that "fit" may choose.
+NEVER = 1000 * math.lcm(*range(1, 17))
 
 
 @dataclass(frozen=True)
@@ -38,5 +42,5 @@ METHODS = {
     ),
     "default": Method("zenflow, default (S=4, delay 1)", {"select_interval": NEVER}),
     "leaving": Method("zenflow, offload_gradients (S=4, delay 1)", _leaving(select_interval=NEVER)),
-    "fit": Method('zenflow, offload_gradients, "fit"', _leaving(update_interval="fit")),
+    "fit": Method('zenflow, offload_gradients, "fit"', _leaving(update_interval="fit", select_interval=NEVER)),
 }

@@ -72,6 +72,6 @@ SCENARIOS = {
         "PCIe 5, host update at memory speed: an eighth of 2 x 8 channels of DDR5-4800",
         LLAMA, PCIE5, 0.66 * 312 / 989, 614e9 / 8,
     ),
-    "fits": Scenario("a host update that takes 0.6 of a step, with the A100's copies over PCIe 4 x16", 1.0, 0.20, 0.6),
-    "fits-slow-link": Scenario("the same over a tenth of the link", 1.0, 2.0, 0.6),
+    "fits": Scenario("a host update that takes 0.3 of a step, with the A100's copies over PCIe 4 x16", 1.0, 0.20, 0.3),
+    "fits-slow-link": Scenario("the same over a tenth of the link", 1.0, 2.0, 0.3),
 }  # fmt: skip

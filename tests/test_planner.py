@@ -212,8 +212,10 @@ WORK = {"deferred": 1e9, "item": 2, "host_bandwidth": 34e9, "link_bandwidth": 20
         ({"device_seconds": 0.8, "update_delay": 0, "update_interval": 1}, 0.1 + 28 / 34 + 0.1),
         # the device waits for the host, and the host for the weights' way up alone
         ({"device_seconds": 0.01, "update_delay": 4}, (1 + 0.1) / 4 - 0.01),
-        # hooks: the host has the forward pass alone, and gradients leave beside backward
-        ({"device_seconds": 0.9, "offload_gradients": True}, (1 - 0.3 + 0.1) / 4),
+        # hooks: gradients leave and weights return beside backward, whose last layer waits for the host's
+        ({"device_seconds": 0.9, "offload_gradients": True}, (1 - 0.9) / 4),
+        ({"device_seconds": 1.2, "offload_gradients": True}, 0.0),
+        ({"device_seconds": 0.06, "update_delay": 4, "offload_gradients": True}, 1 / 4 - 0.06),
         # the stream's passes of 18 bytes, and the closing one of 28, beside one step each
         ({"device_seconds": 1.0, "host_buffer": "stream"}, 0.1 / 4),
         ({"device_seconds": 0.7, "host_buffer": "stream"}, (0.1 + 28 / 34 - 0.7 + 0.1) / 4),

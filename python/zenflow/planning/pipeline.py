@@ -133,10 +133,10 @@ class _Machine:
         publishes = self.count in self.result_at
         if self.hooks:
             self._use_lane()
-            if publishes and self.delay > 0:  # the first gradient's hook waits, and each weight follows its last use
-                self._publish()
             began = self.now
             self.now += times.backward
+            if publishes:
+                self._publish_beside_backward(began)
             self.down_free = max(self.now, max(self.down_free, began) + times.down)
             self.download += self._wait_until(self.down_free - times.in_flight)
         else:
@@ -167,6 +167,12 @@ class _Machine:
         self.host_wait += self._wait_until(self.result_at.pop(self.count))
         self.now += self.times.up
         self.upload += self.times.up
+
+    def _publish_beside_backward(self, began):
+        """Each layer waits for its own result, and its weights leave then: the host has the layers in this order."""
+        result = self.result_at.pop(self.count)
+        self.host_wait += self._wait_until(result)
+        self.upload += self._wait_until(max(began, result - self.times.closing) + self.times.up)
 
     def _wait_until(self, time):
         waited = max(0.0, time - self.now)

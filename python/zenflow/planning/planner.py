@@ -82,9 +82,14 @@ def plan(
     )
 
     sizing = ModelBytes(shapes, topk_ratio, limits)
-    rate = given or _measured_rate(sizing, _default_of(choices)) / gpus
-    machine = {"device_seconds": seconds, "host_bandwidth": rate, "link_bandwidth": link}
-    chosen = _choose(choices, sizing, machine)
+    machine = {"device_seconds": seconds, "link_bandwidth": link}
+    measured = _default_of(choices)
+    while True:
+        machine["host_bandwidth"] = given or _measured_rate(sizing, measured) / gpus
+        chosen = _choose(choices, sizing, machine)
+        if given or chosen.longest_interval <= measured.longest_interval:
+            break
+        measured = chosen  # a longer window reads more lanes at once, which may go slower
     smallest = _first_hiding(_schedules(None, None, settings), sizing, machine)
     return _forecast(
         sizing,
