@@ -394,6 +394,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, content, words):
         read(path, {})
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "missing.json", {})
+    with pytest.raises(ValueError, match="pass a dict"):
+        read('{"gradient_clipping": 1.0}', {})
 
 
 # Every key

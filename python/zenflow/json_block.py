@@ -62,6 +62,8 @@ def load(config):
     """The configuration itself, if it is given as the path of a JSON file."""
     if not isinstance(config, (str, os.PathLike)):
         return config
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        raise ValueError("the configuration is JSON text, which is taken for a path: pass a dict, json.loads(text)")
     with open(config, encoding="utf-8") as file:
         try:
             return json.load(file, object_pairs_hook=_without_duplicates)
