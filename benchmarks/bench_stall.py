@@ -219,6 +219,17 @@ def cells(method, label, row):
     ]
 
 
+def report(scenario, methods):
+    """(title, {method: its numbers}, rows) of a scenario's table."""
+    none, synchronous = methods.get("none"), methods.get("synchronous")
+    table = {method: summary(rounds, none, synchronous) for method, rounds in methods.items()}
+    paces = next(iter(methods.values()))
+    device = statistics.median(r["device_seconds"] for r in paces)
+    link = statistics.median(r["link_bytes_per_second"] for r in paces)
+    title = f"{scenario}: {SCENARIOS[scenario].title}. Here: device {1e3 * device:.1f} ms a step, link {link / 1e9:.2f} GB/s"
+    return title, table, [cells(method, METHODS[method].label, row) for method, row in table.items()]
+
+
 def main():
     args = parse_arguments()
     if args.worker:
@@ -234,22 +245,13 @@ def main():
     results, host = measure_all(args)
     texts, tables = [], {}
     for scenario, methods in results.items():
-        table = {
-            method: summary(rounds, methods.get("none"), methods.get("synchronous"))
-            for method, rounds in methods.items()
-        }
-        tables[scenario] = table
-        first = next(iter(methods.values()))[0]
-        title = (
-            f"{scenario}: {SCENARIOS[scenario].title}. Here: device {1e3 * first['device_seconds']:.1f} ms a step, "
-            f"link {first['link_bytes_per_second'] / 1e9:.2f} GB/s"
-        )
-        rows = [cells(method, METHODS[method].label, row) for method, row in table.items()]
+        title, tables[scenario], rows = report(scenario, methods)
         show_table(title, COLUMNS, rows)
         texts.append(f"{title}\n{format_table(COLUMNS, rows)}")
+    model_bytes = next(row["model_bytes"] for table in tables.values() for row in table.values())
     updates = ", ".join(f"{1e3 * seconds:.1f}" for seconds in host)
     note = (
-        f"{first['model_bytes'] / 2e6:,.0f}M parameters in bfloat16; host update of all, whenever it was measured: "
+        f"{model_bytes / 2e6:,.0f}M parameters in bfloat16; host update of all, whenever it was measured: "
         f"{updates} ms on {args.threads} threads"
     )
     off = max(abs(row["predicted_by_measured"] - 1) for table in tables.values() for row in table.values())
@@ -259,15 +261,14 @@ def main():
     )
     print(note)
     if args.save:
-        settings = {key: value for key, value in vars(args).items() if key not in ("worker", "save")}
-        for rounds in (rounds for methods in results.values() for rounds in methods.values()):
-            for result in rounds[1:]:
-                del result["lanes"]  # the picture shows the first round's
-        save("stall", facts, {"settings": settings, "tables": tables, "rounds": results}, "\n\n".join([*texts, note]))
         for scenario, methods in results.items():
             path = HERE / "results" / f"{facts['date']}-stall-{scenario}.png"
             draw(path, SCENARIOS[scenario].title, {METHODS[m].label: rounds[0] for m, rounds in methods.items()})
             print(f"written: {os.path.relpath(path)}")
+        settings = {key: value for key, value in vars(args).items() if key not in ("worker", "save")}
+        for result in (r for methods in results.values() for rounds in methods.values() for r in rounds):
+            del result["lanes"]  # which the pictures show
+        save("stall", facts, {"settings": settings, "tables": tables, "rounds": results}, "\n\n".join([*texts, note]))
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def describe(device):
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": _processor(),
-        "cores": len(config.cpus),
+        "cores": len(os.sched_getaffinity(0)),
         "isa": config.isa,
         "system": platform.platform(),
     }
