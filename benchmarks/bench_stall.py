@@ -226,7 +226,8 @@ def report(scenario, methods):
     paces = next(iter(methods.values()))
     device = statistics.median(r["device_seconds"] for r in paces)
     link = statistics.median(r["link_bytes_per_second"] for r in paces)
-    title = f"{scenario}: {SCENARIOS[scenario].title}. Here: device {1e3 * device:.1f} ms a step, link {link / 1e9:.2f} GB/s"
+    here = f"device {1e3 * device:.1f} ms a step, link {link / 1e9:.2f} GB/s"
+    title = f"{scenario}: {SCENARIOS[scenario].title}. Here: {here}"
     return title, table, [cells(method, METHODS[method].label, row) for method, row in table.items()]
 
 
