@@ -61,8 +61,8 @@ void Parameter::stage(const TensorView& gradient) {
   for_rows(context_.pool, shape_, [&](int64_t r) {
     Scratch staging(gradient.staging_bytes());
     const void* row = gradient.row(r, staging.data());
+    pack(row, gradient.dtype(), r, to.order, to.lane_dtype, to.lane);  // a vector at a time: into the cache
     gather_run(gradient.dtype(), row, to.block_columns, to.selected + r * width * item);
-    pack(row, gradient.dtype(), r, to.order, to.lane_dtype, to.lane);
   });
   staged_.present = true;
 }

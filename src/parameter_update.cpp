@@ -73,9 +73,10 @@ void Parameter::apply(const TensorView& weight, const TensorView& gradient, cons
     for_rows(context_.pool, shape_, [&](int64_t r) {
       Scratch staging(gradient.staging_bytes()), selected(split_ ? block_.width * item_size(dtype) : 0);
       const void* row = gradient.row(r, staging.data());
+      if (step.lane != nullptr)
+        pack(row, dtype, r, order_, lane_dtype_, step.lane);  // a vector at a time: into the cache
       if (split_) gather_run(dtype, row, block_columns_, selected.data());
       if (block_.width > 0) update_selected(weight, split_ ? selected.data() : row, dtype, r, update);
-      if (step.lane != nullptr) pack(row, dtype, r, order_, lane_dtype_, step.lane);
     });
   });
 }

@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "prefetch.h"
+
 namespace zenflow {
 
 namespace {
@@ -65,7 +67,10 @@ template <class Bits, class Move>
 void TensorView::for_columns(int64_t r, const int32_t* columns, int64_t count, Move&& move) const {
   Bits* row = reinterpret_cast<Bits*>(data_) + row_offset(r);
   if (rows_contiguous() && columns != nullptr) {
-    for (int64_t i = 0; i < count; ++i) move(row[columns[i]], i);
+    for (int64_t i = 0; i < count; ++i) {
+      prefetch_ahead(row + columns[i]);
+      move(row[columns[i]], i);
+    }
   } else {
     for (int64_t i = 0; i < count; ++i) move(row[column_offset(columns != nullptr ? columns[i] : i)], i);
   }

@@ -3,15 +3,11 @@
 #pragma once
 
 #include "kernels.h"
+#include "prefetch.h"
 
 namespace zenflow::ZENFLOW_ISA {
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
-
-// Asks for what a loop over single rows reads a page later: the processor's own prefetching ends with each page.
-ZENFLOW_INLINE void prefetch_ahead(const void* x) {
-  __builtin_prefetch(static_cast<const char*>(x) + 4096);
-}
 
 template <DType D>
 using Bits = typename BitsOf<D>::type;
