@@ -260,6 +260,22 @@ def test_without_the_devices_time_the_default_schedule_and_the_formula_are_shown
     assert "- 1 x forward and backward" in str(plan)
 
 
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [
+        ({"update_delay": 0}, (4, 0)),
+        ({"update_delay": 2}, (4, 2)),
+        ({"update_delay": 6}, (6, 6)),
+        ({"update_interval": 6, "update_delay": "auto"}, (6, 1)),
+        ({"max_update_interval": 3}, (3, 1)),
+        ({"update_interval": "auto"}, (16, 1)),
+    ],
+)
+def test_without_the_devices_time_what_is_left_open_is_as_near_to_the_default_as_it_can_be(options, schedule):
+    plan = zenflow.plan(params=1e9, **options, **GIVEN)
+    assert (plan.update_interval, plan.update_delay) == schedule
+
+
 def test_the_devices_time_comes_from_operations():
     plan = zenflow.plan(params="7B", tflops=100, tokens=4096, **GIVEN)
     assert plan.device_seconds == pytest.approx(6 * 7e9 * 4096 / 100e12)

@@ -53,8 +53,8 @@ def plan(
             `tokens` per step (6 floating-point operations for each parameter and token); or unknown.
         gpus: processes, with a GPU each, that share the host's memory and bandwidth.
         topk_ratio, update_delay, settings: as for ZenFlowOptimizer.
-        update_interval: likewise. None or "fit": the smallest that hides the host update, or 4 if step_seconds is
-            unknown.
+        update_interval: likewise. None or "fit": the smallest that hides the host update, or the nearest to 4 if
+            step_seconds is unknown.
 
     Returns:
         A `Forecast`; print it.
@@ -160,7 +160,8 @@ def _hides(settings, sizing, machine):
 
 
 def _default_of(schedules):
-    return next((s for s in schedules if (s.update_interval, s.update_delay) == (4, 1)), schedules[-1])
+    """The nearest to the optimizer's own default."""
+    return min(schedules, key=lambda s: (abs(s.longest_interval - Settings.update_interval), s.update_delay))
 
 
 def _first_hiding(schedules, sizing, machine):
