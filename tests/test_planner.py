@@ -276,6 +276,13 @@ def test_without_the_devices_time_what_is_left_open_is_as_near_to_the_default_as
     assert (plan.update_interval, plan.update_delay) == schedule
 
 
+def test_where_nothing_is_deferred_no_speed_is_measured():
+    plan = zenflow.plan(params=1e9, topk_ratio=1.0, step_seconds=1)
+    assert (plan.host_bandwidth, plan.host_measured, plan.host_update_seconds) == (None, False, 0)
+    assert "none: no column is deferred" in str(plan) and "inf" not in str(plan)
+    json.dumps(plan.as_dict(), allow_nan=False)
+
+
 def test_the_devices_time_comes_from_operations():
     plan = zenflow.plan(params="7B", tflops=100, tokens=4096, **GIVEN)
     assert plan.device_seconds == pytest.approx(6 * 7e9 * 4096 / 100e12)

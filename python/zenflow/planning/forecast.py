@@ -21,6 +21,7 @@ class Forecast:
         gpu_memory, host_memory: what there is for this process; None: not known.
         down_bytes, up_bytes: that cross the link in a step, on average.
         link_bandwidth, host_bandwidth: bytes per second for this process; host_measured: whether here.
+            host_bandwidth is None where nothing is deferred, so that nothing was measured.
         device_seconds: forward and backward; None: not known.
         host_update_seconds: for one window. down_seconds: of the link for one step's gradients; up_seconds: for one
             window's weights.
@@ -51,7 +52,7 @@ class Forecast:
     down_bytes: int
     up_bytes: float
     link_bandwidth: float
-    host_bandwidth: float
+    host_bandwidth: float | None
     host_measured: bool
     device_seconds: float | None
     host_update_seconds: float
@@ -97,11 +98,7 @@ class Forecast:
                 f"{format_bytes(self.down_bytes)} down, {format_bytes(self.up_bytes)} up a step on average; "
                 f"at {self.link_bandwidth / 1e9:.3g} GB/s each way",
             ),
-            (
-                "host update",
-                f"{format_seconds(self.host_update_seconds)} a window, at {self.host_bandwidth / 1e9:.3g} GB/s"
-                + (" (measured here)" if self.host_measured else ""),
-            ),
+            ("host update", self._host_update()),
             *self._time(),
             *(("to change", line) for line in self.advice),
             *(("note", line) for line in self._notes()),
@@ -131,6 +128,12 @@ class Forecast:
         if size > limit:
             return f"DOES NOT FIT in {format_bytes(limit)}: {format_bytes(size - limit)} short"
         return f"fits in {format_bytes(limit)}: {format_bytes(limit - size)} left {rest}"
+
+    def _host_update(self):
+        if self.host_bandwidth is None:
+            return "none: no column is deferred"
+        measured = " (measured here)" if self.host_measured else ""
+        return f"{format_seconds(self.host_update_seconds)} a window, at {self.host_bandwidth / 1e9:.3g} GB/s{measured}"
 
     def _time(self):
         if self.prediction is None:

@@ -96,7 +96,7 @@ def plan(
         chosen,
         machine,
         gpus=gpus,
-        host_measured=given is None,
+        host_measured=given is None and machine["host_bandwidth"] < math.inf,
         smallest_hiding=smallest and (smallest.update_interval, smallest.update_delay),
     )
 
@@ -147,6 +147,7 @@ def _schedules(update_interval, update_delay, settings):
 
 
 def _measured_rate(sizing, settings):
+    """Infinite where nothing is deferred."""
     if not sizing.deferred_bytes(settings):
         return math.inf
     stream = sizing.host_buffer(settings) == "stream"
@@ -208,7 +209,7 @@ def _forecast(sizing, settings, machine, **facts):
         down_bytes=moved,
         up_bytes=moved / settings.longest_interval,
         link_bandwidth=machine["link_bandwidth"],
-        host_bandwidth=machine["host_bandwidth"],
+        host_bandwidth=machine["host_bandwidth"] if machine["host_bandwidth"] < math.inf else None,
         device_seconds=machine["device_seconds"],
         host_update_seconds=timed.host_update_seconds,
         down_seconds=timed.down_seconds,
