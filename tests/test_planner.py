@@ -179,7 +179,7 @@ def test_a_configs_dtype_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "a config.json or a folder"),
+        (None, "a config.json or a folder .* on this machine"),
         ("{", "is not JSON"),
         ("[]", "must hold a JSON object"),
         ('{"model_type": "llama"}', "has no hidden_size"),
@@ -252,6 +252,53 @@ def test_the_smallest_schedule_that_hides_the_host_is_chosen():
     assert short.smallest_hiding is None and short.fits_host
     hopeless = zenflow.plan(**options, step_seconds=0.001)
     assert hopeless.smallest_hiding is None and not hopeless.hides_host
+
+
+def test_where_no_schedule_hides_the_host_the_fastest_that_fits_is_chosen():
+    """A longer window with the slower buffer, for which there is memory, is none."""
+    options = {"params": 7e9, "step_seconds": 0.66, "host_bandwidth": 20e9, "offload_gradients": True}
+    plan = zenflow.plan(**options, host_memory="256GB")
+    assert plan.smallest_hiding is None and plan.fits_host
+    for interval in range(1, 17):
+        for delay in range(1, interval + 1):
+            other = zenflow.plan(**options, host_memory="256GB", update_interval=interval, update_delay=delay)
+            if other.fits_host:
+                assert plan.prediction.step_seconds <= other.prediction.step_seconds
+
+
+def test_what_leaves_no_room_for_activations_is_told():
+    plan = zenflow.plan(params=7e9, gpu_memory="24GB", offload_gradients=True, **GIVEN)
+    assert plan.fits_gpu and plan.is_tight and "TOO LITTLE" in str(plan)
+    assert any("activations" in line for line in plan.advice)
+    roomy = zenflow.plan(params=7e9, gpu_memory="32GB", offload_gradients=True, **GIVEN)
+    assert roomy.fits_gpu and not roomy.is_tight and not roomy.advice
+
+
+def test_host_memory_that_bfloat16_moments_would_save_is_told():
+    options = {"params": 7e9, "host_memory": "110GB", **GIVEN}
+    (line,) = (line for line in zenflow.plan(**options).advice if "state_dtype" in line)
+    assert "100.8 GB" in line and zenflow.plan(**options, state_dtype="bf16").fits_host
+
+
+def test_an_optimizer_or_named_parameters_stand_for_their_parameters():
+    model = torch.nn.Linear(512, 512)
+    expected = dataclasses.replace(zenflow.plan(model, **GIVEN), source="")
+    for source in (torch.optim.AdamW(model.parameters()), model.named_parameters()):
+        assert dataclasses.replace(zenflow.plan(source, **GIVEN), source="") == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": 7e9}, "did you mean params="),
+        ({"model": "7B"}, "a number of parameters goes into params"),
+        ({"params": 7e9, "step_seconds": "0.7"}, "step_seconds must be a number > 0, got '0.7'"),
+        ({"params": 7e9, "host_bandwidth": "20Gb/s"}, "8 bits are a byte"),
+    ],
+)
+def test_what_is_probably_meant_is_said(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        zenflow.plan(**arguments)
 
 
 def test_without_the_devices_time_the_default_schedule_and_the_formula_are_shown():

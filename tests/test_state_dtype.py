@@ -10,6 +10,7 @@ import torch
 from compare import assert_same
 from small_model import LENGTH, WORDS, small_model
 from zenflow import ZenFlowOptimizer
+from zenflow.settings import Settings
 
 ROWS, COLUMNS = 64, 40
 BF16 = torch.bfloat16
@@ -148,7 +149,12 @@ def test_hooks_change_no_bit():
         assert_same(q, p, "weights")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, "bf16", None])
+def test_short_names_mean_the_same():
+    assert Settings(state_dtype="bf16") == Settings(state_dtype=torch.bfloat16)
+    assert Settings(state_dtype="fp32") == Settings()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, "half", None])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match=r"state_dtype must be torch.float32 or torch.bfloat16, got"):
         trained(0, dtype)

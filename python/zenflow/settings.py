@@ -153,6 +153,7 @@ class Settings:
         if self.gradient_accumulation_steps is not None:
             _check_integer("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         dtype = str(self.state_dtype).removeprefix("torch.")
+        dtype = {"fp32": "float32", "bf16": "bfloat16"}.get(dtype, dtype)
         if dtype not in MOMENT_BYTES:
             raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {self.state_dtype!r}")
         object.__setattr__(self, "state_dtype", dtype)

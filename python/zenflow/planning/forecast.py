@@ -15,6 +15,7 @@ class Forecast:
         parameters: that are trained; source: where their shapes come from.
         topk_ratio, update_interval, update_delay, deferred_rule, host_buffer, offload_gradients: what it is for; what
             was left open is chosen. automatic: update_interval="auto": the interval is the longest window.
+        max_update_interval: up to which intervals were tried.
         weight_bytes, gradient_bytes, optimizer_device_bytes, device_work_bytes: on the GPU: gradients at their most,
             selected and unsplit state, chunks on their way and column maps. Activations are not in it.
         host_bytes: what stats().host_bytes will be. host_peak_bytes: what the first step asks the host for.
@@ -38,6 +39,7 @@ class Forecast:
     update_interval: int
     update_delay: int
     automatic: bool
+    max_update_interval: int
     deferred_rule: str
     host_buffer: str
     offload_gradients: bool
@@ -73,6 +75,11 @@ class Forecast:
         return None if self.gpu_memory is None else self.device_bytes <= self.gpu_memory
 
     @property
+    def is_tight(self):
+        """Whether it fits, and leaves less than a twentieth of the GPU to activations and everything else."""
+        return bool(self.fits_gpu) and self.gpu_memory - self.device_bytes < self.gpu_memory / 20
+
+    @property
     def fits_host(self):
         return None if self.host_memory is None else self.host_peak_bytes <= self.host_memory
 
@@ -90,7 +97,7 @@ class Forecast:
             ("model", f"{self.parameters / 1e9:.4g}e9 parameters ({self.source})"),
             ("schedule", self._schedule()),
             ("GPU memory", self._gpu()),
-            ("", self._compared(self.device_bytes, self.gpu_memory, "for activations")),
+            ("", self._compared(self.device_bytes, self.gpu_memory, self._rest_of_gpu())),
             ("host memory", f"{format_bytes(self.host_peak_bytes)} ({self.host_buffer})"),
             ("", self._compared(self.host_peak_bytes, self.host_memory, "for everything else")),
             (
@@ -120,6 +127,9 @@ class Forecast:
             f"{format_bytes(self.gradient_bytes)}, optimizer {format_bytes(self.optimizer_device_bytes)}, on the way "
             f"{format_bytes(self.device_work_bytes)}"
         )
+
+    def _rest_of_gpu(self):
+        return "for activations" + (": TOO LITTLE" if self.is_tight else "")
 
     @staticmethod
     def _compared(size, limit, rest):
@@ -152,7 +162,10 @@ class Forecast:
             f"{format_seconds(p.download_seconds)}",
         )
         if self.smallest_hiding is None:
-            yield "hides the host", "no interval that fits"
+            yield (
+                "hides the host",
+                f"no interval up to {self.max_update_interval}{' that fits' * bool(self.host_memory)}",
+            )
         else:
             interval, delay = self.smallest_hiding
             yield "hides the host", f"from update_interval={interval}, update_delay={delay}"

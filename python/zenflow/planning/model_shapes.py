@@ -54,7 +54,12 @@ def of_number(count, item):
 def of_parameters(parameters, item):
     """Of a torch.nn.Module or an iterable of parameters; `item` in place of their dtypes', unless it is None."""
     module = hasattr(parameters, "parameters")
-    tensors = list({id(p): p for p in (parameters.parameters() if module else parameters)}.values())
+    if hasattr(parameters, "param_groups"):  # an optimizer
+        found = (p for group in parameters.param_groups for p in group["params"])
+    else:
+        found = parameters.parameters() if module else parameters
+    found = (p[1] if isinstance(p, tuple) else p for p in found)  # named
+    tensors = list({id(p): p for p in found}.values())
     trained = [p for p in tensors if p.requires_grad]
     frozen = sum(p.numel() * (item or p.element_size()) for p in tensors if not p.requires_grad)
     source = f"{type(parameters).__name__}, its own shapes" if module else "parameters, their own shapes"
@@ -70,7 +75,10 @@ def of_config(path, item):
     try:
         config = json.loads(file.read_text())
     except OSError as error:
-        raise ValueError(f"config must be a config.json or a folder with one, got {str(path)!r}: {error}") from error
+        raise ValueError(
+            f"config must be a config.json or a folder with one, on this machine, got {str(path)!r}: {error}; a hub's "
+            "names are not fetched, and a number of parameters goes into params"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -8,6 +8,7 @@ docs/memory.md's for bytes and `pipeline.predict`'s for times. Not for: choosing
 import dataclasses
 import inspect
 import math
+import numbers
 import os
 
 from zenflow.fit import HEADROOM
@@ -43,7 +44,8 @@ def plan(
     """Says what training a model with ZenFlowOptimizer would take.
 
     Args:
-        model: a torch.nn.Module, an iterable of parameters, or the path of a Hugging Face config.json or its folder.
+        model: a torch.nn.Module, an iterable of parameters, an optimizer of them, or the path of a Hugging Face
+            config.json or its folder.
         params: in place of a model, its number of parameters: 7e9 or "7B".
         dtype: of weights and gradients: "bf16", "fp16" or "fp32". None: the model's own; bf16 for a number.
         gpu_memory, host_memory: what there is, in bytes or as "24GB" or "24GiB". None: not compared.
@@ -104,6 +106,8 @@ def plan(
 def _shapes_of(model, params, item):
     if params is not None:
         return of_number(parse_count(params, "params"), item or 2)
+    if isinstance(model, numbers.Real):
+        raise ValueError(f"model must be a model or a config's path, got {model!r}: did you mean params={model!r}?")
     if isinstance(model, (str, os.PathLike)):
         return of_config(model, item)
     return of_parameters(model, item)
@@ -111,7 +115,7 @@ def _shapes_of(model, params, item):
 
 def _device_seconds(step_seconds, tflops, tokens, count):
     if step_seconds is not None:
-        if not 0.0 < step_seconds < math.inf:
+        if not isinstance(step_seconds, numbers.Real) or not 0.0 < step_seconds < math.inf:
             raise ValueError(f"step_seconds must be a number > 0, got {step_seconds!r}")
         return float(step_seconds)
     if (tflops is None) != (tokens is None):
@@ -172,14 +176,16 @@ def _first_hiding(schedules, sizing, machine):
 
 
 def _choose(schedules, sizing, machine):
-    """As update_interval="fit" does: the smallest that hides the host, else the largest for which there is memory.
-    The default, where the device's time is not known."""
+    """The smallest that hides the host, else the fastest for which there is memory: with the ring that is the largest,
+    as update_interval="fit" takes it. The default, where the device's time is not known."""
     if len(schedules) == 1:
         return schedules[0]
     if machine["device_seconds"] is None:
         return _default_of(schedules)
-    fitting = [s for s in schedules if sizing.fits_host(s)]
-    return _first_hiding(schedules, sizing, machine) or (fitting or schedules[:1])[-1]
+    if hiding := _first_hiding(schedules, sizing, machine):
+        return hiding
+    fitting = [s for s in schedules if sizing.fits_host(s)] or schedules[:1]
+    return min(fitting, key=lambda settings: predict(**sizing.work(settings), **machine).step_seconds)
 
 
 def _forecast(sizing, settings, machine, **facts):
@@ -195,6 +201,7 @@ def _forecast(sizing, settings, machine, **facts):
         update_interval=settings.longest_interval,
         update_delay=settings.update_delay,
         automatic=settings.automatic,
+        max_update_interval=settings.max_update_interval,
         deferred_rule=settings.deferred_rule,
         host_buffer=work["host_buffer"],
         offload_gradients=settings.offload_gradients,
@@ -223,23 +230,31 @@ def _forecast(sizing, settings, machine, **facts):
 
 def _advice(forecast, sizing, settings):
     """What would make it fit, and what each would leave to do."""
-    if forecast.fits_gpu is False:
-        over = forecast.device_bytes - forecast.gpu_memory
+    if forecast.fits_gpu is False or forecast.is_tight:
+        leaving = dataclasses.replace(settings, offload_gradients=True)
+        fewer = ModelBytes(sizing.model, 0.01, sizing.limits)
         if not settings.offload_gradients:
-            other = sum(sizing.device_memory(dataclasses.replace(settings, offload_gradients=True)))
-            yield f"GPU: offload_gradients=True takes {format_bytes(other)} there"
+            yield f"GPU: offload_gradients=True takes {format_bytes(sum(sizing.device_memory(leaving)))} there"
         if forecast.topk_ratio > 0.01:
-            other = sum(ModelBytes(sizing.model, 0.01, sizing.limits).device_memory(settings))
-            yield f"GPU: topk_ratio=0.01 takes {format_bytes(other)} there"
+            yield f"GPU: topk_ratio=0.01 takes {format_bytes(sum(fewer.device_memory(settings)))} there"
+        if not settings.offload_gradients and forecast.topk_ratio > 0.01:
+            yield f"GPU: both take {format_bytes(sum(fewer.device_memory(leaving)))} there"
         if max(sizing.model.items, default=2) > 2:
             yield "GPU and host: bfloat16 parameters take half of the bytes of weights, gradients and lanes"
-        yield f"GPU: {format_bytes(over)} more memory than there is, or a smaller model"
+        if forecast.is_tight:
+            yield "GPU: activations and CUDA itself need more than what is left"
+        else:
+            over = forecast.device_bytes - forecast.gpu_memory
+            yield f"GPU: {format_bytes(over)} more memory than there is, or a smaller model"
     if forecast.fits_host is False:
         stream = forecast.host_buffer == "stream"
         if not stream:
             yield f'host: host_buffer="stream" takes {format_bytes(sizing.host_peak(settings, True))} there'
             shortest = settings.with_schedule(1, min(1, settings.update_delay))
             yield f"host: update_interval=1 takes {format_bytes(sizing.host_peak(shortest, False))} there"
+        if settings.moment_bytes > 2:
+            halved = dataclasses.replace(settings, state_dtype="bfloat16")
+            yield f"host: state_dtype=torch.bfloat16 takes {format_bytes(sizing.host_peak(halved, stream))} there"
         if forecast.topk_ratio < 0.3:
             other = ModelBytes(sizing.model, 0.3, sizing.limits).host_peak(settings, stream)
             yield f"host: topk_ratio=0.3 takes {format_bytes(other)} there, and more of the GPU"
@@ -249,4 +264,8 @@ def _advice(forecast, sizing, settings):
             interval, delay = forecast.smallest_hiding
             yield f"stall: update_interval={interval}, update_delay={delay} hide the host update"
         else:
-            yield "stall: no interval hides the host update; a longer step (a larger batch) or a larger topk_ratio may"
+            longest = forecast.max_update_interval
+            yield (
+                f"stall: no interval up to max_update_interval={longest} hides the host update; a longer step (a "
+                "larger batch), a larger topk_ratio or a larger max_update_interval may"
+            )

@@ -24,6 +24,8 @@ def parse_bytes(value, name):
 def parse_rate(value, name):
     """Bytes per second, of a number or of text such as 25GB/s."""
     text = re.sub(r"/s$", "", value.strip()) if isinstance(value, str) else value
+    if isinstance(text, str) and re.search("[KMGT]i?b$", text):
+        raise ValueError(f"{name} must be bytes per second such as 25GB/s, got {value!r}: 8 bits are a byte")
     return float(parse_bytes(text, name))
 
 
