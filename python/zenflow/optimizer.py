@@ -78,7 +78,7 @@ class ZenFlowOptimizer(CheckpointedOptimizer):
             this host.
         pt_reserved_cores_perc: share of the cores that is left to torch when num_threads is None.
         host_buffer: "ring" keeps a window's gradients and updates in one pass; "stream" folds each in as it comes, in
-            less memory; "auto" takes the first that fits. Equal bits.
+            less memory; "auto" takes the first that fits. Equal bits, but with bfloat16 moments.
         state_dtype: of the moments of deferred columns, in host memory. torch.bfloat16 takes 4 bytes less an element
             and a shorter update; each value is rounded up or down at random, so that small steps are not lost.
             Masters stay float32.
