@@ -65,6 +65,8 @@ def time_steps(optimizer, steps, device):
 
 def main():
     args = parse_arguments()
+    if args.device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"bench_overhead: --device {args.device} needs a GPU, and torch {torch.__version__} sees none")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     optimizer = zenflow.ZenFlowOptimizer(make_parameters(args), min_offload_numel=0, num_threads=1)

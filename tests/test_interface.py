@@ -72,7 +72,9 @@ def test_a_bad_setting_is_refused_with_its_name_value_and_range(setting, words):
 
 
 def test_an_unknown_setting_is_a_type_error_as_for_any_function():
-    with pytest.raises(TypeError, match=r"'learning_rate'; help\(zenflow.ZenFlowOptimizer\) lists all$"):
+    with pytest.raises(TypeError, match=r"'correct_bias'; help\(zenflow.ZenFlowOptimizer\) lists all$"):
+        ZenFlowOptimizer(parameters(), correct_bias=True)
+    with pytest.raises(TypeError, match="'learning_rate'; did you mean 'lr'"):
         ZenFlowOptimizer(parameters(), learning_rate=1e-3)
     with pytest.raises(TypeError, match="'topk_ration'; did you mean 'topk_ratio'"):
         ZenFlowOptimizer(parameters(), topk_ration=0.2)

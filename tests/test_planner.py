@@ -280,6 +280,11 @@ def test_host_memory_that_bfloat16_moments_would_save_is_told():
     assert "100.8 GB" in line and zenflow.plan(**options, state_dtype="bf16").fits_host
 
 
+def test_counts_are_printed_as_people_write_them():
+    for count, words in ((7e9, "7B"), ("135M", "135M"), (65536, "65.54k"), (7, "7")):
+        assert f"model          {words} parameters" in str(zenflow.plan(params=count, **GIVEN))
+
+
 def test_an_optimizer_or_named_parameters_stand_for_their_parameters():
     model = torch.nn.Linear(512, 512)
     expected = dataclasses.replace(zenflow.plan(model, **GIVEN), source="")

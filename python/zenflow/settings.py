@@ -21,9 +21,14 @@ UNSUPPORTED_OPTIONS = {
 }
 
 
+# What other optimizers call the same.
+OTHER_NAMES = {"learning_rate": "lr", "topk": "topk_ratio", "clip_grad_norm": "max_grad_norm"}
+
+
 def unexpected(function, name, known):
     """A TypeError as Python's own, with the name that was probably meant."""
-    close = difflib.get_close_matches(name, known, n=1)
+    renamed = OTHER_NAMES.get(name)
+    close = [renamed] if renamed in known else difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else f"; help(zenflow.{function}) lists all"
     return TypeError(f"{function} got an unexpected keyword argument {name!r}{hint}")
 

@@ -4,7 +4,7 @@
 import dataclasses
 
 from zenflow.planning.pipeline import Prediction
-from zenflow.planning.units import format_bytes, format_seconds
+from zenflow.planning.units import format_bytes, format_count, format_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Forecast:
 
     def __str__(self):
         rows = [
-            ("model", f"{self.parameters / 1e9:.4g}e9 parameters ({self.source})"),
+            ("model", f"{format_count(self.parameters)} parameters ({self.source})"),
             ("schedule", self._schedule()),
             ("GPU memory", self._gpu()),
             ("", self._compared(self.device_bytes, self.gpu_memory, self._rest_of_gpu())),

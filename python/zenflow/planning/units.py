@@ -53,6 +53,14 @@ def _factor(factors, unit, value, name, wanted):
     return factors[unit]
 
 
+def format_count(count):
+    """ "6.738B" of 6.738e9."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.4g}{unit}"
+    return str(count)
+
+
 def format_bytes(size):
     """ "24.6 GB" of 24.6e9."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
