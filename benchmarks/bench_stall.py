@@ -231,6 +231,23 @@ def report(scenario, methods):
     return title, table, [cells(method, METHODS[method].label, row) for method, row in table.items()]
 
 
+def save_all(args, facts, results, tables, text):
+    """The numbers first, without the time lines that the pictures show."""
+    settings = {key: value for key, value in vars(args).items() if key not in ("worker", "save")}
+    rounds = {
+        scenario: {m: [{k: v for k, v in r.items() if k != "lanes"} for r in rounds] for m, rounds in methods.items()}
+        for scenario, methods in results.items()
+    }
+    save("stall", facts, {"settings": settings, "tables": tables, "rounds": rounds}, text)
+    for scenario, methods in results.items():
+        path = HERE / "results" / f"{facts['date']}-stall-{scenario}.png"
+        shown = {METHODS[m].label: rounds[0] for m, rounds in methods.items()}
+        if not draw(path, SCENARIOS[scenario].title, shown):
+            print("no pictures: matplotlib is not installed (pip install '.[bench]')")
+            return
+        print(f"written: {os.path.relpath(path)}")
+
+
 def main():
     args = parse_arguments()
     if args.worker:
@@ -262,14 +279,7 @@ def main():
     )
     print(note)
     if args.save:
-        for scenario, methods in results.items():
-            path = HERE / "results" / f"{facts['date']}-stall-{scenario}.png"
-            draw(path, SCENARIOS[scenario].title, {METHODS[m].label: rounds[0] for m, rounds in methods.items()})
-            print(f"written: {os.path.relpath(path)}")
-        settings = {key: value for key, value in vars(args).items() if key not in ("worker", "save")}
-        for result in (r for methods in results.values() for rounds in methods.values() for r in rounds):
-            del result["lanes"]  # which the pictures show
-        save("stall", facts, {"settings": settings, "tables": tables, "rounds": results}, "\n\n".join([*texts, note]))
+        save_all(args, facts, results, tables, "\n\n".join([*texts, note]))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,19 @@ STEPS_SHOWN = 8
 
 
 def draw(path, title, results):
-    """
+    """Writes `path`; false where matplotlib is not installed.
+
     Args:
-        results: {label: result of stall_methods.measure}.
+        results: {label: result of stall_run.measure}.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = max(r["starts"][min(STEPS_SHOWN, r["steps"])] for r in results.values() if r["update_interval"] > 1)
-    figure, axes = pyplot.subplots(
-        len(results), 1, sharex=True, figsize=(12, 1.15 * len(results) + 1), layout="constrained"
-    )
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    windows = [r for r in results.values() if r["update_interval"] > 1] or results.values()
+    shown = max(r["starts"][min(STEPS_SHOWN, r["steps"])] for r in windows)
+    figure = Figure(figsize=(12, 1.15 * len(results) + 1), layout="constrained")
+    axes = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (label, result) in zip(axes, results.items(), strict=True):
         for lane, (colour, height) in LANES.items():
             spans = [(begin, end - begin) for begin, end in result["lanes"][lane] if begin < shown]
@@ -36,4 +36,4 @@ def draw(path, title, results):
     axes[-1].set_xlabel("ms; lines: steps begin on the device", fontsize=8)
     figure.suptitle("\n".join(textwrap.wrap(title, 130)), fontsize=9)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    return True

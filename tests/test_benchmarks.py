@@ -19,6 +19,7 @@ import device_trace  # noqa: E402
 import host_measure  # noqa: E402
 import host_targets  # noqa: E402
 import stall_scenarios  # noqa: E402
+import stall_timeline  # noqa: E402
 import step_methods  # noqa: E402
 import timing  # noqa: E402
 import zenflow  # noqa: E402
@@ -96,6 +97,23 @@ def test_stall_scenarios_keep_their_ratios():
         assert 2e8 / link / device == pytest.approx(scenario.copy / scenario.device)
     llama = stall_scenarios.SCENARIOS["a100"]
     assert llama.device + llama.copy + llama.host == pytest.approx(6.79)
+
+
+@pytest.mark.parametrize("intervals", [(1,), (1, 1), (4,), (1, 4)])
+def test_any_ways_to_train_can_be_drawn(intervals, tmp_path):
+    pytest.importorskip("matplotlib")
+    lanes = {lane: [(0.0, 0.5), (1.0, 1.5)] for lane in stall_timeline.LANES}
+    results = {
+        f"way {i}": {"update_interval": interval, "steps": 4, "starts": [0.0, 1.0, 2.0, 3.0, 4.0], "lanes": lanes}
+        for i, interval in enumerate(intervals)
+    }
+    assert stall_timeline.draw(tmp_path / "drawn.png", "title", results)
+    assert (tmp_path / "drawn.png").stat().st_size > 0
+
+
+def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not stall_timeline.draw(tmp_path / "drawn.png", "title", {})
 
 
 def test_results_carry_machine_and_command(tmp_path, monkeypatch):
