@@ -26,7 +26,7 @@ import sys
 
 import torch
 
-from timing import describe, format_table, interleaved, link_bandwidth, save, show_table
+from timing import describe, format_table, interleaved, link_bandwidth, save, show_table, whole_number
 from zenflow import _C
 
 SIZES = (100_000, 1_000_000, 10_000_000, 100_000_000, 400_000_000)
@@ -37,19 +37,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, help="size of the gradient; default 256, with --torch-only 64")
-    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument(
+        "--megabytes", type=whole_number, help="size of the gradient; default 256, with --torch-only 64"
+    )
+    parser.add_argument("--columns", type=whole_number, default=4096)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--topk-ratio", type=float, default=0.1)
-    parser.add_argument("--repetitions", type=int, help="default 25, fewer for large sizes on the host")
-    parser.add_argument("--inner", type=int, help="calls in a row in one measurement; default 4, on the host by size")
+    parser.add_argument("--repetitions", type=whole_number, help="default 25, fewer for large sizes on the host")
+    parser.add_argument(
+        "--inner", type=whole_number, help="calls in a row in one measurement; default 4, on the host by size"
+    )
     parser.add_argument("--only", help="kernels whose name contains this")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--torch-only", action="store_true", help="plain torch on CPU tensors alone")
     parser.add_argument("--cpu", action="store_true", help="the host's kernels")
     parser.add_argument("--quick", action="store_true", help="with --cpu: small sizes, few repetitions, no files")
-    parser.add_argument("--sizes", type=lambda s: int(float(s)), nargs="+", help="with --cpu: parameters")
-    parser.add_argument("--threads", type=int, nargs="+", help="with --cpu; default 1 to all")
+    parser.add_argument("--sizes", type=whole_number, nargs="+", help="with --cpu: parameters")
+    parser.add_argument("--threads", type=whole_number, nargs="+", help="with --cpu; default 1 to all")
     parser.add_argument("--no-save", action="store_true", help="write no files")
     args = parser.parse_args()
     if not args.cpu:

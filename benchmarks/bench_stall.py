@@ -38,7 +38,7 @@ import torch
 from stall_methods import FORWARD_SHARE, METHODS, TOPK_RATIO
 from stall_scenarios import DEVICE_MEMORY_TO_LINK, SCENARIOS
 from stall_timeline import draw
-from timing import HERE, describe, format_table, progress, save, show_table
+from timing import HERE, describe, format_table, progress, save, show_table, whole_number
 from zenflow.planning import predict
 from zenflow.sizes import moved_bytes
 
@@ -52,11 +52,15 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", help=f"of {', '.join(SCENARIOS)}; default all")
     parser.add_argument("--methods", default=",".join(METHODS), help=f"of {', '.join(METHODS)}")
-    parser.add_argument("--elements", type=float, help=f"parameters, in bfloat16; default {SIZES['elements']:.0e}")
-    parser.add_argument("--rounds", type=int, help=f"default {SIZES['rounds']}")
-    parser.add_argument("--steps", type=int, help=f"timed steps, at least two windows; default {SIZES['steps']}")
+    parser.add_argument(
+        "--elements", type=whole_number, help=f"parameters, in bfloat16; default {SIZES['elements']:.0e}"
+    )
+    parser.add_argument("--rounds", type=whole_number, help=f"default {SIZES['rounds']}")
+    parser.add_argument(
+        "--steps", type=whole_number, help=f"timed steps, at least two windows; default {SIZES['steps']}"
+    )
     cores = max(1, len(os.sched_getaffinity(0)) - 1)
-    parser.add_argument("--threads", type=int, default=cores, help=f"of the host update; default {cores}")
+    parser.add_argument("--threads", type=whole_number, default=cores, help=f"of the host update; default {cores}")
     parser.add_argument("--quick", action="store_true", help="in some seconds: shows that it works, and nothing else")
     parser.add_argument("--save", action="store_true", help="write table, JSON and pictures to benchmarks/results/")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # a file with what to do, in the processes that measure

@@ -30,7 +30,7 @@ import torch
 from device_trace import trace
 from step_methods import METHODS, Method, Skip
 from step_model import make_batches, make_model
-from timing import describe, format_table, link_bandwidth, progress, save, show_table
+from timing import describe, format_table, link_bandwidth, progress, save, show_table, whole_number
 
 GPU_SIZES = {"layers": 16, "hidden": 2048, "intermediate": 5632, "heads": 16, "vocabulary": 32_000}
 GPU_SIZES |= {"batch": 4, "sequence": 1024, "dtype": "bf16"}
@@ -42,13 +42,13 @@ TRACED_WINDOWS = 2
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in GPU_SIZES.items():
-        kind = {"choices": ["fp32", "bf16"]} if name == "dtype" else {"type": int}
+        kind = {"choices": ["fp32", "bf16"]} if name == "dtype" else {"type": whole_number}
         parser.add_argument(f"--{name}", help=f"default {value}, on the CPU {CPU_SIZES[name]}", **kind)
     parser.add_argument("--checkpoint", action="store_true", help="recompute blocks in backward")
     parser.add_argument("--topk-ratio", type=float, default=0.1)
-    parser.add_argument("--update-interval", type=int, default=4)
+    parser.add_argument("--update-interval", type=whole_number, default=4)
     parser.add_argument("--update-delay", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=24, help="timed steps")
+    parser.add_argument("--steps", type=whole_number, default=24, help="timed steps")
     parser.add_argument("--methods", default=",".join(METHODS), help=f"of {', '.join(METHODS)}")
     parser.add_argument("--cpu", action="store_true", help="CPU tensors, even if there is a GPU")
     parser.add_argument("--no-save", action="store_true", help="write no files")

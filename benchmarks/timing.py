@@ -4,9 +4,11 @@
 Not for: what is measured (bench_*.py).
 """
 
+import argparse
 import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -23,6 +25,14 @@ import zenflow
 
 HERE = Path(__file__).resolve().parent
 QUEUE_AHEAD = 10_000_000  # cycles that the device sleeps while launches are queued, so that it never waits for the host
+
+
+def whole_number(text):
+    """A type of arguments: an integer from 1 on, also as 1e6."""
+    value = float(text)
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer >= 1")
+    return int(value)
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,21 @@ def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):
     assert not stall_timeline.draw(tmp_path / "drawn.png", "title", {})
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("bench_stall.py", ["--rounds", "0"]),
+        ("bench_stall.py", ["--elements", "nan"]),
+        ("bench_kernels.py", ["--cpu", "--quick", "--sizes", "0"]),
+        ("bench_kernels.py", ["--cpu", "--quick", "--threads", "-1"]),
+        ("bench_step.py", ["--cpu", "--steps", "0"]),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_before_anything_is_measured(name, arguments):
+    done = run(name, *arguments)
+    assert done.returncode == 2 and f"{arguments[-1]} is not an integer >= 1" in done.stderr, done.stderr
+
+
 def test_results_carry_machine_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "HERE", tmp_path)
     facts = timing.describe(torch.device("cpu"))
