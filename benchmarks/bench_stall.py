@@ -242,9 +242,10 @@ def save_all(args, facts, results, tables, text):
         scenario: {m: [{k: v for k, v in r.items() if k != "lanes"} for r in rounds] for m, rounds in methods.items()}
         for scenario, methods in results.items()
     }
-    save("stall", facts, {"settings": settings, "tables": tables, "rounds": rounds}, text)
+    name = "stall-quick" if args.quick else "stall"
+    save(name, facts, {"settings": settings, "tables": tables, "rounds": rounds}, text)
     for scenario, methods in results.items():
-        path = HERE / "results" / f"{facts['date']}-stall-{scenario}.png"
+        path = HERE / "results" / f"{facts['date']}-{name}-{scenario}.png"
         shown = {METHODS[m].label: rounds[0] for m, rounds in methods.items()}
         if not draw(path, SCENARIOS[scenario].title, shown):
             print("no pictures: matplotlib is not installed (pip install '.[bench]')")

@@ -15,6 +15,7 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import bench_stall  # noqa: E402
 import device_trace  # noqa: E402
 import host_measure  # noqa: E402
 import host_targets  # noqa: E402
@@ -109,6 +110,18 @@ def test_any_ways_to_train_can_be_drawn(intervals, tmp_path):
     }
     assert stall_timeline.draw(tmp_path / "drawn.png", "title", results)
     assert (tmp_path / "drawn.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("quick", "name"), [(False, "stall"), (True, "stall-quick")])
+def test_numbers_are_saved_before_pictures_and_a_quick_run_overwrites_no_real_one(quick, name, monkeypatch):
+    written = []
+    monkeypatch.setattr(bench_stall, "save", lambda name, facts, results, text: written.append((name, results)))
+    monkeypatch.setattr(bench_stall, "draw", lambda path, title, shown: written.append((path.name, shown)) or True)
+    rounds = [{"step_seconds": 1.0, "lanes": {}}]
+    bench_stall.save_all(SimpleNamespace(quick=quick), {"date": "today"}, {"fits": {"none": rounds}}, {}, "")
+    assert [what for what, _ in written] == [name, f"today-{name}-fits.png"]
+    assert written[0][1]["rounds"] == {"fits": {"none": [{"step_seconds": 1.0}]}}
+    assert "lanes" in next(iter(written[1][1].values()))
 
 
 def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):
