@@ -132,6 +132,24 @@ def test_checkpoints_of_either_dtype_load_into_the_other():
     assert_same(next(iter(adamw.state.values()))["exp_avg"], moments(narrow)[0], "exp_avg")
 
 
+@pytest.mark.parametrize(
+    ("buffer", "steps", "same"), [("ring", 4, True), ("ring", 3, False), ("stream", 3, True), ("stream", 10, False)]
+)
+def test_a_resumed_run_rounds_alike_until_columns_change_sides(buffer, steps, same):
+    settings = {"host_buffer": buffer, "update_interval": 2, "select_interval": 8}
+    p, saved = trained(steps, **settings)
+    q, resumed = trained(0, **settings)
+    q.data.copy_(p.detach())
+    resumed.load_state_dict(saved.state_dict())
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(4):
+        p.grad = torch.randn(ROWS, COLUMNS, generator=generator)
+        q.grad = p.grad.clone()
+        saved.step()
+        resumed.step()
+    assert torch.equal(p, q) == same
+
+
 def test_hooks_change_no_bit():
     def run(hooks):
         model = small_model()
