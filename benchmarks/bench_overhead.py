@@ -16,14 +16,15 @@ import time
 import torch
 
 import zenflow
+from timing import whole_number
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=300)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--columns", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--parameters", type=whole_number, default=300)
+    parser.add_argument("--rows", type=whole_number, default=64)
+    parser.add_argument("--columns", type=whole_number, default=64)
+    parser.add_argument("--steps", type=whole_number, default=200)
     parser.add_argument("--device", default="cpu", type=torch.device)
     return parser.parse_args()
 

@@ -16,7 +16,7 @@ from torch import nn
 import zenflow
 from small_model import small_model
 from zenflow import ZenFlowOptimizer, memory
-from zenflow.planning import predict
+from zenflow.planning import planner, predict
 from zenflow.settings import Settings
 from zenflow.store import splits
 
@@ -278,6 +278,21 @@ def test_host_memory_that_bfloat16_moments_would_save_is_told():
     options = {"params": 7e9, "host_memory": "110GB", **GIVEN}
     (line,) = (line for line in zenflow.plan(**options).advice if "state_dtype" in line)
     assert "100.8 GB" in line and zenflow.plan(**options, state_dtype="bf16").fits_host
+
+
+def test_a_host_without_memory_for_a_longer_windows_measurement_keeps_the_first(monkeypatch):
+    asked = []
+
+    def measure(item, settings, stream):
+        asked.append(settings.longest_interval)
+        if len(asked) > 1:
+            raise MemoryError("measuring the host update takes more")
+        return 20e9
+
+    monkeypatch.setattr(planner, "measure_host_bandwidth", measure)
+    plan = zenflow.plan(params=7e9, step_seconds=0.5)
+    assert asked[0] == 4 and asked[1] == plan.update_interval == 16
+    assert plan.host_bandwidth == 20e9
 
 
 def test_counts_are_printed_as_people_write_them():

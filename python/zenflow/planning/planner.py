@@ -5,6 +5,7 @@ Needs torch only for a live model, and transformers only for configs that are no
 docs/memory.md's for bytes and `pipeline.predict`'s for times. Not for: choosing in mid-training (fit.py).
 """
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -84,14 +85,17 @@ def plan(
     )
 
     sizing = ModelBytes(shapes, topk_ratio, limits)
-    machine = {"device_seconds": seconds, "link_bandwidth": link}
+    machine = {"device_seconds": seconds, "link_bandwidth": link, "host_bandwidth": given}
     measured = _default_of(choices)
-    while True:
-        machine["host_bandwidth"] = given or _measured_rate(sizing, measured) / gpus
+    if given is None:
+        machine["host_bandwidth"] = _measured_rate(sizing, measured) / gpus
+    chosen = _choose(choices, sizing, machine)
+    # A longer window reads more lanes at once, which may go slower: measured too, where there is memory for it.
+    while given is None and chosen.longest_interval > measured.longest_interval:
+        measured = chosen
+        with contextlib.suppress(MemoryError):
+            machine["host_bandwidth"] = _measured_rate(sizing, measured) / gpus
         chosen = _choose(choices, sizing, machine)
-        if given or chosen.longest_interval <= measured.longest_interval:
-            break
-        measured = chosen  # a longer window reads more lanes at once, which may go slower
     smallest = _first_hiding(_schedules(None, None, settings), sizing, machine)
     return _forecast(
         sizing,
